@@ -117,7 +117,7 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, *ROWS, "append")
+        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, *ROWS, "append", "join")
         planned = None if name in unplanned else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 

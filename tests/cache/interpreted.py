@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,12 +26,15 @@ from tests.cache.caches import build, worst
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
 from tests.cache.test_invariant import OF_ROWS, same_bits, sequences
 from tests.cache.test_invariant import attend as attend_rows
+from tests.cache.test_plan_cached import LENGTHS, NESTED
+from tests.cache.test_plan_cached import shared as tables_of
 from tests.cache.test_tree import PARENTS
 from tilewise import dispatch
-from tilewise.api import cached_call
+from tilewise.api import cached_call, cached_plan
+from tilewise.backends.gpu.arguments import partial_results
 from tilewise.backends.gpu.record import recorder
-from tilewise.backends.pages import NewTokens, gathered
-from tilewise.backends.triton import paged, plan
+from tilewise.backends.pages import NewTokens, PagedPart, gathered
+from tilewise.backends.triton import joined, paged, plan
 from tilewise.backends.triton.fixed import PARTS
 
 LEFT_OUT = {"float64", "double"}
@@ -41,7 +44,7 @@ OFTEN = (
     *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
     *("prefix or window", "sinks", "bias", "alibi of each sequence"),
     *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage", "shared"),
-    *("drafts", "many parts", "invariant, window", "invariant, softcap and sinks", "invariant, kinds"),
+    *("joins", "drafts", "many parts", "even parts", "invariant, window", "invariant, softcap and sinks", "invariant, kinds"),
 )
 """What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
 SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
@@ -128,6 +131,37 @@ def shared() -> None:
     assert list(plan.shared)[:2] == [4, 4], plan
     out, lse = attend(built, "triton", plan=plan)
     assert worst(built, out, lse) <= 1.0
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    several = [[0, 1, 2, n] for n in range(3, 6)], [14, 15, 16]  # all of them share: their rows come as they are wanted
+    for tables, lengths, rows, csr in ((NESTED, LENGTHS, 1, True), (*several, 2, False)):
+        built = tables_of(tables, lengths, [rows] * len(tables), torch.bfloat16, csr)
+        plan = tw.plan_cached(built.cache, least=8, queries=2)
+        with (
+            mock.patch.object(paged, "merge_launch", side_effect=AssertionError("merged twice")),
+            mock.patch.object(joined, "join_launch", wraps=joined.join_launch) as launched,
+        ):
+            options: dict[str, Any] = {"sinks": sinks, "plan": plan, "return_lse": True, "backend": "triton"}
+            out, lse = tw.attention_cached(built.q.unflatten(0, (-1, rows)), built.cache, **options)
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        assert launched.call_count == 1 and len(launched.call_args[0][0]) == 1 + len(plan.levels)
+        assert out.dtype == torch.bfloat16 and worst(built, out, lse, sinks=sinks) <= 1.0, (tables, rows)
+
+
+def joins() -> None:
+    """The kernel that merges launches does what torch does: of many parts, of tokens left out of one, of some that are none."""
+    g = torch.Generator().manual_seed(0)
+    parts = []
+    for count, rows in ((1, 3), (PARTS + 2, 2), (2, 3)):
+        lse = torch.randn((count, 2, rows), generator=g)
+        lse[torch.rand(lse.shape, generator=g) < 0.3] = float("-inf")
+        out = torch.randn((count, 2, rows, 20), generator=g) * (lse > float("-inf"))[..., None]
+        place = None if rows == 3 else torch.tensor([1, -1, 0], dtype=torch.int32)
+        parts.append(PagedPart(out, lse, place))
+    parts[0].lse[0, 0] = torch.tensor([float("-inf"), 0.5, 1.0])
+    parts[0].out[0, 0, 0] = 0.0
+    for sinks in (None, torch.tensor([0.5, -1.0])):
+        got, want = joined.run_join(torch.empty(1, 2, 3, 20), parts, sinks), cached_plan.join_parts(parts, sinks)
+        assert all(torch.allclose(x, y, atol=1e-5, rtol=1e-5) for x, y in zip(got, want, strict=True)), sinks
 
 
 def drafts() -> None:
@@ -148,6 +182,34 @@ def many_parts() -> None:
     with mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged:
         out, lse = attend(built, "triton", **options)
     assert merged.call_count == 1 and worst(built, out, lse, sinks=options["sinks"]) <= 1.0
+    built = build([1], [150], dims=(16, 64), heads=(2, 1), page=8)  # two programs for the columns of a row
+    with mock.patch.object(paged, "merge_launch", side_effect=paged.merge_launch) as merged:
+        out, lse = attend(built, "triton", **options)
+    assert merged.call_args[0][-1].block_k == 2 * PARTS and worst(built, out, lse, sinks=options["sinks"]) <= 1.0
+
+
+class Kept:
+    """Memory for partial results, and what became of it."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, like: torch.Tensor, shape: Sequence[int], splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.results.append(partial_results(like, shape, splits))
+        return self.results[-1]
+
+
+def even_parts() -> None:
+    """As many parts as tiles of keys: each has one, from wherever the first key that is seen lies in its tile."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    built = build([1], [128], dims=(16, 24), heads=(2, 1), page=8)
+    for window, parts in ((None, 4), (64, 2), (65, 3)):
+        options: dict[str, Any] = {} if window is None else {"mask": tw.causal() & tw.window(window)}
+        with mock.patch.object(paged.host, "partial_results", wraps=paged.host.partial_results) as made:
+            seen = made.side_effect = Kept()
+            out, lse = attend(built, "triton", splits=parts, **options)
+        assert len(seen.results) == 1 and bool(seen.results[0][1].isfinite().all()), window
+        assert worst(built, out, lse, **options) <= 1.0
 
 
 @contextmanager
@@ -220,7 +282,8 @@ def main() -> int:
         if name not in LEFT_OUT:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
-    checks |= {"places": places, "garbage": garbage, "shared": shared, "drafts": drafts, "many parts": many_parts}
+    checks |= {"places": places, "garbage": garbage, "shared": shared, "joins": joins, "drafts": drafts}
+    checks |= {"many parts": many_parts, "even parts": even_parts}
     checks |= {f"invariant, {name}": partial(invariant, name) for name in OF_ROWS} | {"invariant, kinds": invariant_kinds}
     words = sys.argv[1:]
     if words[0].isdigit():

@@ -137,7 +137,7 @@ def attention_cached(
             if again is not None:
                 return again
     queries, pages = call.queries, call.pages
-    found, lse = attended(call, plan, partial(attend, backend=backend))
+    found, lse = attended(call, plan, partial(attend, backend=backend), backend)
     if sees_ahead(mask) and some_before(pages, queries.cu):
         found, lse = _nothing_before_0(found, lse, queries, pages, sinks)
     found, lse = queries.restored(found, lse)

@@ -178,6 +178,7 @@ class KernelConfig(NamedTuple):
     VARLEN: bool = False
     PACK: int = 1  # query heads of one key head stacked in a tile's rows
     SPLIT: bool = False  # split-KV
+    EARLY: bool = False  # the kernel that merges is launched before this one has ended, and waits for it
     SPAN: int = 0  # keys of a part, where the bits of a row follow from the row alone; 0: they may follow from more
     SOFTCAP: bool = False
     FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2

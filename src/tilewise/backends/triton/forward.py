@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 import tilewise.backends.gpu.paged as pg
 import tilewise.backends.gpu.pairs as pr
@@ -292,6 +293,8 @@ def finish(a, heads, state, C: tl.constexpr):
 @triton.jit
 def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     desc = (k_desc, v_desc)
+    if C.EARLY:
+        gdc_launch_dependents()
     split, m0, seq = locate(a, C)
     if m0 >= seq.len_q * C.PACK:
         return
@@ -343,15 +346,26 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
                 return
         else:
             if C.SPLIT:
-                chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N
+                tiles = tl.maximum(tl.cdiv(hi, C.BLOCK_N) - lo // C.BLOCK_N, 0)
+                chunk = tl.cdiv(tiles, a.splits) * C.BLOCK_N
                 start = lo // C.BLOCK_N * C.BLOCK_N + split * chunk
                 lo = tl.maximum(lo, start)
                 hi = tl.minimum(hi, start + chunk)
                 full_lo = tl.maximum(full_lo, start)
                 full_hi = tl.minimum(full_hi, start + chunk)
             full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
-            state = stream_keys(a, seq, desc, tile, empty_state(C), full, mp.FULL, C)
-            acc, l, m = stream_keys(a, seq, desc, tile, state, partial, mp.MASKED, C)
+            if C.PAGED:  # where there is no tile not even a page is asked for: programs of few tiles wait for each number
+                if C.SPLIT:  # beside one or two whole tiles the cut ones are not worth a loop of their own
+                    few = (mp.span_length(partial, C.BLOCK_N) > 0) & (mp.span_length(full, C.BLOCK_N) <= 2)
+                    full, partial = mp.spans(lo, hi, full_lo, tl.where(few, full_lo, full_hi), C.BLOCK_N)
+                acc, l, m = empty_state(C)
+                if mp.span_length(full, C.BLOCK_N) > 0:
+                    acc, l, m = stream_keys(a, seq, desc, tile, (acc, l, m), full, mp.FULL, C)
+                if mp.span_length(partial, C.BLOCK_N) > 0:
+                    acc, l, m = stream_keys(a, seq, desc, tile, (acc, l, m), partial, mp.MASKED, C)
+            else:
+                state = stream_keys(a, seq, desc, tile, empty_state(C), full, mp.FULL, C)
+                acc, l, m = stream_keys(a, seq, desc, tile, state, partial, mp.MASKED, C)
             if a.bias is not None:
                 if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
                     acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)

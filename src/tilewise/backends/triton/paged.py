@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, PagedLauncher
+from tilewise.backends.base import Inputs, PagedLauncher, empty_lse, empty_out
 from tilewise.backends.gpu import arguments as host
 from tilewise.backends.gpu.launch import LaunchOptions, interpreting, on_device, on_hip, view
 from tilewise.backends.gpu.operands import in_two, padded
@@ -21,8 +21,19 @@ from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale, View
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
 from tilewise.backends.triton import plan
+from tilewise.backends.triton.fixed import pieces
 from tilewise.backends.triton.onchip import WARPGROUP_ROWS
-from tilewise.backends.triton.run import arguments, forward_tiles, key_of, options, ready, spec_of
+from tilewise.backends.triton.run import (
+    arguments,
+    forward_tiles,
+    in_pieces,
+    key_of,
+    merges_early,
+    merging,
+    options,
+    ready,
+    spec_of,
+)
 from tilewise.hardware import DeviceSpec
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
@@ -37,17 +48,24 @@ _appends: dict[Hashable, Recording] = {}
 """The launches that write tokens, by all they depend on but addresses: when there are APPENDS, all are dropped."""
 
 
-def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: Tensor) -> None:
-    """Fill out (1, H, T, Dv) and lse (1, H, T)."""
-    pages = _readable(pages, spec_of(out.device))
+def run_paged(
+    problem: Problem, inputs: Inputs, pages: Pages, results: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (1, H, T, Dv) and lse (1, H, T), new or those of `results`; of what is partial the parts, (parts, H, T, Dv) and
+    (parts, H, T), which somebody merges with others."""
+    pages = _readable(pages, spec_of(inputs.q.device))
     inputs = ready(problem, inputs)._replace(k=pages.k.transpose(1, 2), v=pages.v.transpose(1, 2), cu_k=None)
     if problem.rows:
         inputs = inputs._replace(cu_q=None)
     recording = recording_of(problem, key_of_pages(problem, inputs, pages), pages)
+    out, lse = results or (empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q))
     partials = partials_of(recording, problem, pages, out.shape)
-    tensors = (*inputs, out, lse, *partials, *beside(pages))
+    if problem.partial:
+        out, lse = partials or (torch.empty_like(out, dtype=torch.float32), lse)
+    tensors = (*inputs, out, lse, *(() if problem.partial else partials), *beside(pages))
     if not recording.repeat(tensors):
         recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, recording.plan))
+    return out, lse
 
 
 def paged_launcher(problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
@@ -65,7 +83,7 @@ def paged_launcher(problem: Problem, inputs: Inputs, pages: Pages) -> PagedLaunc
         recording = recording_of(problem, key, pages)
         partials = partials_of(recording, problem, pages, (1, heads, tokens, dim))
         if not recording.repeat((q, pages.k, pages.v, out, lse, *partials, *beside(pages))):
-            run_paged(problem, Inputs(_as_row(q), pages.k, pages.v), pages, _as_row(out), lse)
+            run_paged(problem, Inputs(_as_row(q), pages.k, pages.v), pages, (_as_row(out), lse))
 
     def launch(q: Tensor, pages: Pages, want_lse: bool) -> tuple[Tensor, Tensor]:
         out = q.new_empty_strided(shape, steps)
@@ -123,7 +141,7 @@ def paged_launches(
     partials: tuple[Tensor, ...],
     tiles: dict[str, TilePlan],
 ) -> list[Launch]:
-    """Attention, and the merge of what was split."""
+    """Attention, and the merge of what was split, unless it is to be merged with more."""
     from tilewise.backends.triton.forward import forward_kernel
 
     spec = spec_of(results[0].device)
@@ -131,10 +149,10 @@ def paged_launches(
     a, config = paged_arguments(problem, inputs, pages, results, tile)
     if partials:
         a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
-        config = config._replace(SPLIT=True)
+        config = config._replace(SPLIT=True, EARLY=merges_early(spec))
     programs = _row_tiles(problem, tile.block_q) * problem.kv_heads * tile.splits
     launches = [Launch(forward_kernel, programs, (a, None, None), config, options(tile, spec))]
-    if partials:
+    if partials and not problem.partial:
         merge = replace(tiles["merge"], splits=_partials(problem, pages, tile))
         launches.append(merge_launch(problem, inputs, results, partials, merge))
     return launches
@@ -148,9 +166,10 @@ def merge_launch(
 
     a, config = arguments(problem, inputs, *results, tile)
     programs = -(-problem.seqlen_q // tile.block_q) * problem.heads
-    config = config._replace(MASK=MaskLayout(), SPAN=plan.SPAN if problem.invariant else 0)
+    config = in_pieces(config, tile)._replace(MASK=MaskLayout(), SPAN=plan.SPAN if problem.invariant else 0)
     args = (a, host.split_view(partials[0]), partials[1])
-    return Launch(merge_kernel, programs, args, config, options(tile, spec_of(results[0].device)))
+    spec = spec_of(results[0].device)
+    return merging(Launch(merge_kernel, programs * pieces(tile), args, config, options(tile, spec)), spec)
 
 
 def paged_arguments(
@@ -332,7 +351,7 @@ def _readable(pages: Pages, spec: DeviceSpec) -> Pages:
 
 def _known_page(pages: Pages) -> int:
     """The size of a page that kernels are compiled for; 0 for any."""
-    if pages.indptr is None and pages.most == 1:
+    if pages.indptr is None and pages.most == 1 and pages.entries.shape[0] == pages.starts.shape[0]:
         return ONE_PAGE
     return pages.page if pages.page & (pages.page - 1) == 0 else 0
 

@@ -12,7 +12,7 @@ from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.derived import derivative_tiles as derivative_tiles
 from tilewise.backends.triton.derived import derives as derives
 from tilewise.backends.triton.derived import no_statistics
-from tilewise.backends.triton.fixed import KERNELS, fixed, interpreted
+from tilewise.backends.triton.fixed import KERNELS, fixed, interpreted, merging
 from tilewise.backends.triton.onchip import STREAMING, Operands
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.errors import PlanError
@@ -32,6 +32,8 @@ SPAN = 1024
 MOST_HELD = 1 << 28
 """Bytes of partial results that are written for the parts of `invariant=True`; where it would be more, one program has all parts
 of a row."""
+MOST_ROWS = 2 * DECODE_ROWS
+"""Of a tile in decoding. Where there are more rows than DECODE_ROWS their products count as much as what is read."""
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
@@ -90,6 +92,8 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
         if pass_ in STREAMING and spec.is_gpu and not problem.invariant and _ranking(problem, spec, pass_)[0].rejected:
             continue
         plans[pass_] = tile(problem, spec, pass_)
+        if pass_ == "merge":
+            plans[pass_] = merging(plans[pass_], problem, plans["decode"].splits)
     return plans
 
 
@@ -159,7 +163,7 @@ def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     if entry is None:
         return ranking[0].tile
     sizes = TilePlan(entry.block_q, entry.block_k, 1, entry.warps, pass_=pass_)
-    if pass_ == "decode":  # as many rows as there are
+    if pass_ == "decode" and entry.block_q < DECODE_ROWS:  # as many rows as there are
         sizes = replace(sizes, block_q=_packed_rows(size_of(problem)))
     sizes = replace(sizes, stages=onchip.stages_of(entry.num_stages, sizes, spec))
     return _measured(problem, spec, sizes, f"tuned: {entry}")
@@ -276,10 +280,11 @@ def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterat
     blocks = SMALL_BLOCKS if x.fp16_split and spec.capability and spec.capability[0] == 10 else BLOCKS
     if pass_ == "decode":
         wide = x.paged and max(x.d, x.dv) > 256  # latents: 64 rows of them take more than the registers of four warps
-        for block_q in (rows for rows in (16, 32, 64) if wide or rows >= _packed_rows(size)):
+        packed = min(DECODE_ROWS, _packed_rows(size)) if wide else _packed_rows(size)
+        for block_q in (rows for rows in (16, 32, 64) if wide or rows >= packed) if packed <= DECODE_ROWS else (64, 128):
             for block_k in BLOCKS:
                 for stages in (1, 2, 3):
-                    for warps in (4, 8) if wide else (4,):
+                    for warps in (4, 8) if wide or block_q > DECODE_ROWS else (4,):
                         yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
         return
     for block_q in blocks:
@@ -292,8 +297,8 @@ def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterat
 
 
 def _packed_rows(size: Size) -> int:
-    """Rows of a tile that holds the queries of a group of heads."""
-    return min(DECODE_ROWS, power_of_two(size.rows * size.group))
+    """Rows of a tile that holds the queries of a group of heads, or many of them: of sequences that share a prefix."""
+    return min(MOST_ROWS, power_of_two(size.rows * size.group))
 
 
 def _equipped(tile: TilePlan, x: Operands, size: Size, spec: DeviceSpec) -> TilePlan:
