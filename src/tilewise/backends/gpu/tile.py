@@ -85,10 +85,9 @@ def seq_info(a, b, h, C: tl.constexpr):
 
 
 @triton.jit
-def row_block(length, heads, BLOCK: tl.constexpr, PIECES: tl.constexpr = 1):
-    """For kernels that go over rows alone: this program's rows, which of them exist, its batch row, head, and 0. PIECES programs
-    share a block."""
-    pid = tl.program_id(0) // PIECES
+def row_block(length, heads, BLOCK: tl.constexpr):
+    """For kernels that go over rows alone: this program's rows, which of them exist, its batch row, head, and 0."""
+    pid = tl.program_id(0)
     tiles = tl.cdiv(length, BLOCK)
     rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)
     h = pid // tiles % heads
@@ -288,7 +287,7 @@ def product(x, y, C: tl.constexpr):
 @triton.jit
 def per_row(factors, C: tl.constexpr):
     """The factors of a product's rows as they broadcast to its tile."""
-    if C.FP16_SPLIT or C.PAGES.Q_FACTORS:
+    if C.FP16_SPLIT:
         return factors[:, None]
     else:
         return factors
