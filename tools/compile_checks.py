@@ -51,6 +51,7 @@ class Check:
     invariant: bool = False
     stats: tuple[str, ...] = ()
     moving: str = "qkv"  # inputs with a tangent, of a JVP on Hopper
+    covered: bool = False
 
     @property
     def name(self) -> str:
@@ -100,15 +101,15 @@ PORTABLE = (
     portable("decode d64", "decode", d=64, targets=TWO, **DECODE),
     portable("decode d256", "decode", d=256, targets=TWO, **DECODE),
     portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
-    portable("pages of 16", "decode", "merge", "append", page=16, few=True, targets=TWO, **PAGES),
+    portable("pages of 16", "decode", "merge", "append", "join", page=16, few=True, targets=TWO, **PAGES),
     portable("pages of 256", "decode", page=256, targets=HOPPER_ONLY, **PAGES),
     portable("pages of 3", "decode", page=3, targets=("sm_80",), **PAGES),
-    portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, spills=6,
-             **PAGES),  # five loads of 1,670 instructions in the loop over cut tiles, none in that over whole ones
+    portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, **PAGES),
     portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", targets=TWO, **PAGES),
     portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
              **(PAGES | {"heads": 16, "kv_heads": 1})),
-    portable("pages of 16, 256 rows", "decode", page=16, targets=HOPPER_ONLY, **(PAGES | {"lengths": (64, 64)})),
+    portable("pages of 16, 256 rows", "decode", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (64, 64)})),
+    portable("pages of 16, 64 rows", "decode", page=16, targets=TWO, **(PAGES | {"lengths": (16, 16)})),
     portable("pages, prefill", "forward", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (512, 512)})),
     portable("pages, drafts", "decode", page=16, made=lambda: drafts(), few=True, targets=TWO, **(PAGES | {"lengths": (4, 4)})),
     portable("pages, invariant", "decode", "merge", page=16, invariant=True, few=True, targets=TWO, **PAGES),
@@ -170,7 +171,7 @@ PORTABLE = (
 
 
 def hopper(backend: str, name: str, d: int = 128, dv: int | None = None, few: bool = False, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("made", "stats", "moving") if field in more}
+    own = {field: more.pop(field) for field in ("made", "stats", "moving", "covered") if field in more}
     sizes = {"batch": 2, "heads": 4, "seqlen": 3072, "head_dim": d, "head_dim_v": dv or d, "dtype": "bfloat16"}
     return Check(backend, Case(name, **{**sizes, **more}), targets=HOPPER_ONLY, few=few, **own)
 
@@ -186,6 +187,9 @@ MASKS: dict[str, dict[str, str]] = {
     "prefix-lm": {"mask": "causal | prefix(9)"},
     "offsets": {"data": "offsets"},
 }
+AHEAD = {"mask": "~causal"}
+"""As the rows that wait for keys of another rank: those before the window's edge are hidden, and none after it."""
+COVERED = {**LISTED["documents across"], "covered": True}
 WHOLE_BIAS = (2, 4, 3072, 3072)
 GPT_OSS = {"mask": "causal & window(128)"}
 FORWARD_FEW = (
@@ -219,6 +223,8 @@ FORWARD: list[tuple[Any, ...]] = [
     ("d256 full long", 256, {"seqlen": 16384}),
     *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
     ("d192 documents lists", 192, LISTED["documents"]),
+    *((f"d{d} documents across covered lists", d, COVERED) for d in WIDTHS),
+    *((f"d{d} keys ahead", d, AHEAD) for d in WIDTHS),
     *(
         (f"d{d} {name} {m}x{n}", d, {**MASKS[name], "tile": (("forward", m, n),)})
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
@@ -270,11 +276,14 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
     *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
     *((f"d{d} documents lists deterministic", d, {**LISTED["documents"], **DETERMINISTIC}) for d in (64, 128)),
+    *((f"d{d} documents across covered lists", d, COVERED) for d in WIDTHS),
+    *((f"d{d} keys ahead", d, AHEAD) for d in WIDTHS),
     *((f"d{d} causal {m}x{n}", d, {"mask": "causal", "tile": (("backward_dkdv", m, n), ("backward_dq", 128, 64))})
       for d, m, n in ((64, 64, 128), (64, 64, 64), (128, 64, 64))),
 ]  # fmt: skip
 JVP_FEW = ("d64 causal", "d128 full", "d128 causal")
 JVP: list[tuple[Any, ...]] = [
+    *((f"d{d} keys ahead", d, AHEAD) for d in (64, 128)),
     *((f"d{d} {name}", d, mask) for d in (64, 128) for name, mask in MASKS.items()),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in (64, 128) for name in ("full", "causal", "window")),
     *((f"d{d} causal of {x}", d, {**MASKS["causal"], "moving": x}) for d in (64, 128) for x in ("q", "v", "qk", "kv")),
@@ -334,7 +343,7 @@ def drafts() -> masks.Mask:
 def problem_of(check: Check) -> tuple[Any, Any]:
     """The problem, and tensors without storage."""
     problem, tensors = replace(check.case.problem(), needs_lse=True, device="cuda"), check.case.tensors()
-    problem = replace(problem, stats=check.stats)
+    problem = replace(problem, stats=check.stats, covered=check.covered)
     if check.made:
         problem = replace(problem, mask=check.made())
     inputs = check.case.inputs(tensors)

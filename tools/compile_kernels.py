@@ -117,7 +117,7 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, *ROWS, "append")
+        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, *ROWS, "append", "join")
         planned = None if name in unplanned else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
@@ -181,7 +181,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     plans are not compared."""
     from tools import gpu_launches
     from tools.hopper_launches import plan_faults
-    from tools.machine_code import backward_faults, facts, forward_faults, jvp_faults, portable_faults
+    from tools.machine_code import backward_faults, facts, forward_faults, invariant_faults, jvp_faults, portable_faults
 
     from tilewise.backends.hopper.compiler import newer_registers
     from tilewise.hardware import device
@@ -212,6 +212,8 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     if target == "sm_90" and known.spills <= DERIVATIVE_SPILLS.get((compiled.name, check.case.head_dim), -1):
         may_spill = True
     wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, may_spill)
+    if strict and check.invariant and compiled.name != "merge" and known.code:
+        wrong += invariant_faults(known)
     if strict and compiled.tile is not None:  # what other versions lay out is their affair
         pipelined = compiled.whole and not check.loose
         wrong += gpu_launches.plan_faults(known, compiled.kernel.asm.get("ptx", ""), compiled.tile, pipelined)

@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 
 from tilewise.backends.base import BackwardInputs, EntropyCotangent, Inputs, Jvp, Needs, Tangents, empty_statistics
-from tilewise.backends.gpu.launch import Descriptor, view
+from tilewise.backends.gpu.launch import EARLY_SINCE, Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
-from tilewise.backends.pages import NewTokens, Pages, Turning
-from tilewise.backends.triton import derive, paged, plan, rows, run, statistics
+from tilewise.backends.pages import NewTokens, PagedPart, Pages, Turning
+from tilewise.backends.triton import derive, joined, paged, plan, rows, run, statistics
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
 from tilewise.problem import MAX_HEAD_DIM, Problem
@@ -98,15 +98,17 @@ def page_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec, scaled: st
     own = {"k_scale": scale, "v_scale": scale} if scaled else {}
     table, lengths = (q.new_empty(size, dtype=torch.int32) for size in ((problem.batch, most), problem.batch))
     pages = Pages.of(k, k[..., : dims[1]] if latent else v, table, None, lengths, **own, latent=latent)
-    out, lse = q.new_empty((*q.shape[:3], dims[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
     found: list[Launch] = []
     with standing_in(spec, found, maps=False):
-        paged.run_paged(problem, inputs, pages, out, lse)
+        paged.run_paged(problem, inputs, pages)
         packed = q[0].transpose(0, 1)
         new = [x.new_empty((q.shape[2], heads, d), dtype=q.dtype) for x, d in zip((k, v), dims, strict=True)]
         angles = q.new_empty((4096, problem.head_dim // 4), dtype=torch.float32)
         turning = Turning(angles, angles, False, None)
         paged.run_append(pages, NewTokens(packed, *new, q_rows=problem.rows, rows=problem.rows, turning=turning))
+        own = (q.new_empty((1, *q.shape[1:3], dims[1]), dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32))
+        level = PagedPart(*(x.expand(9, *x.shape[1:]).contiguous() for x in own), table.flatten())
+        found.append(joined.join_launch([PagedPart(*own), level], None, q[..., : dims[1]], own[1]))
     return [(_name(launch), launch) for launch in found]
 
 
@@ -182,6 +184,7 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             spec_of=lambda device: spec,
             descriptors=descriptors,
             worth_maps=lambda problem: True,
+            takes_early=lambda capability: capability is not None and capability >= EARLY_SINCE,
             on_hip=lambda: spec.vendor == "AMD",
             recorder=SimpleNamespace(get=get),
         ),
@@ -193,6 +196,7 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             Recording=lambda device, plan: get(None, None, None, lambda: plan),
             _appends={},
         ),
+        mock.patch.object(joined, "spec_of", lambda device: spec),
         mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):
         yield

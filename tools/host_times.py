@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from cProfile import Profile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pstats import Stats
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +33,7 @@ import tilewise as tw
 from tilewise.backends.gpu.compiled import finish_compiling
 
 HEADS, TOKENS, DIM = 4, 256, 64
+SEQUENCES, PAGE = 8, 16
 ROUNDS = 7
 WARM = 3
 """Calls before any is timed: the first compiles kernels, the second records their launches."""
@@ -42,13 +43,13 @@ FUNCTIONS = 40
 
 @dataclass(frozen=True)
 class HostTime:
-    """Microseconds of a call, the least of some rounds."""
+    """Microseconds of a call, the least of some rounds. A call over a cache has no backward."""
 
     call: str
     forward: float
-    backward: float
-    both: float
-    one_thread: float
+    backward: float | None
+    both: float | None
+    one_thread: float | None
     """`both`, where autograd does not pass the backward to a thread of its own."""
     bound: float
     """Launches of a call, forward and backward, that were bound to addresses they had not had before."""
@@ -106,11 +107,29 @@ def calls_of(device: torch.device) -> dict[str, tuple[Callable[..., Tensor], lis
     }
 
 
+def cached_calls(device: torch.device) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    """Functions of nothing: one query of each sequence over pages, alone and with its key and value, which are new."""
+    count = SEQUENCES * TOKENS // PAGE
+    pages = [torch.zeros(count, PAGE, HEADS, DIM, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.arange(count, dtype=torch.int32, device=device).view(SEQUENCES, -1)
+    cache = tw.KVCache.paged(*pages, table, torch.full((SEQUENCES,), TOKENS // 2, dtype=torch.int32, device=device))
+    q, k, v = (torch.randn(SEQUENCES, 1, HEADS, DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
+    return {
+        "decode": (lambda: tw.attention_cached(q, cache), []),
+        "append, decode": (lambda: tw.attention_cached(q, cache, new=(k, v)), []),
+    }
+
+
 class Ways:
-    """A call that takes q, k and v: without gradients, the backward of one that has been made, and both in one."""
+    """A call that takes q, k and v: without gradients, the backward of one that has been made, and both in one. One that takes
+    nothing has no gradients."""
 
     def __init__(self, attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
         self.attend, self.inputs = attend, inputs
+        self.all: list[Callable[[], object]] = [self.forward]
+        if not inputs:
+            return
+        self.all += (self.backward, self.both)
         self.learned = [x.detach().requires_grad_() for x in inputs]
         self.out = attend(*self.learned)
         self.above = torch.ones_like(self.out)
@@ -125,16 +144,18 @@ class Ways:
         return torch.autograd.grad(self.attend(*self.learned), self.learned, self.above)
 
     def warm(self) -> None:
-        for call in (self.forward, self.backward, self.both):
+        for call in self.all:
             repeated(call, WARM)
 
 
 def measured(name: str, ways: Ways, calls: int, device: torch.device) -> HostTime:
     """A warm call, without gradients, and with them in three ways."""
     with without_garbage():
-        times = [least(call, calls, device) for call in (ways.forward, ways.backward, ways.both)]
+        times = [least(call, calls, device) for call in ways.all]
         with counted_bindings() as bound:
-            repeated(ways.both, calls)
+            repeated(ways.all[-1], calls)
+        if len(times) == 1:
+            return HostTime(name, times[0], None, None, None, len(bound) / calls)
         with torch.autograd.set_multithreading_enabled(False):
             return HostTime(name, *times, least(ways.both, calls, device), len(bound) / calls)
 
@@ -159,7 +180,7 @@ def repeated(call: Callable[[], object], calls: int) -> None:
 
 def host_times(device: torch.device, calls: int, names: Sequence[str]) -> Iterator[HostTime]:
     """Each as soon as it is known."""
-    known = calls_of(device)
+    known = calls_of(device) | cached_calls(device)
     warm = {name: Ways(*known[name]) for name in names}
     for ways in warm.values():
         ways.warm()
@@ -196,7 +217,7 @@ def print_profile(attend: Callable[..., Tensor], inputs: Sequence[Tensor], calls
     ways.warm()
     finish_compiling()
     with torch.autograd.set_multithreading_enabled(False), without_garbage():
-        for call in (ways.forward, ways.both):
+        for call in ways.all[::2]:
             took = least(call, calls, device)
             profiler = Profile()
             with counted_bindings() as bound:
@@ -213,13 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--call", metavar="CALL", action="append", help="only this call; may be repeated")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--profile", metavar="CALL", help="in place of the table, the functions that one of its calls runs")
-    parser.add_argument("--without-gpu", action="store_true", help="the Hopper backend over CPU tensors, kernels that do nothing")
+    parser.add_argument("--without-gpu", action="store_true", help="the GPU backends over CPU tensors, kernels that do nothing")
     options = parser.parse_args(arguments)
     if options.calls < 1:
         parser.error(f"--calls: got {options.calls}, need at least 1")
     device = torch.device("cpu" if options.without_gpu else options.device)
     with stub() if options.without_gpu else nullcontext():
-        known = calls_of(device)
+        known = calls_of(device) | cached_calls(device)
         for option, name in (("--profile", options.profile), *(("--call", name) for name in options.call or ())):
             if name is not None and name not in known:
                 parser.error(f"{option}: got {name!r}, need one of {', '.join(known)}")
@@ -233,8 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         print(f"{'µs':18}{'forward':>10}{'backward':>10}{'both':>10}{'one thread':>12}{'bound':>8}", flush=True)
         for one in found:
-            row = f"{one.call:18}{one.forward:10.0f}{one.backward:10.0f}{one.both:10.0f}{one.one_thread:12.0f}{one.bound:8.2f}"
-            print(row, flush=True)
+            widths = zip(astuple(one)[1:-1], (10, 10, 10, 12), strict=True)
+            times = "".join(f"{'–' if x is None else round(x):>{width}}" for x, width in widths)
+            print(f"{one.call:18}{times}{one.bound:8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -219,6 +219,26 @@ def portable_faults(facts: Facts, tensor_columns: int, shared_limit: int, may_sp
     return _those(checks)
 
 
+ARITHMETIC = ("FFMA", "FADD", "FMUL", "FMNMX", "MUFU", "SHFL", *PRODUCTS)
+
+
+def invariant_faults(facts: Facts) -> list[str]:
+    """Of the portable kernel with `invariant=True`: a tile of keys gives the same bits with a mask and without, and the first
+    tiles of a part are asked for before the part before it ends, in the same loop."""
+    loops = facts.loops
+    sums = [tuple(loop.count(name) for name in ARITHMETIC) for loop in loops]
+    ends = [[n for n, i in enumerate(loop.body) if "MUFU.RCP" in i.text] for loop in loops]
+    loads = [[n for n, i in enumerate(loop.body) if "LDGSTS" in i.text] for loop in loops]
+    checks = {
+        f"{len(loops)} loops multiply, expected one with a mask and one without": len(loops) != 2,
+        f"loops differ in more than the mask: {ARITHMETIC} {sums}": len(set(sums)) > 1,
+        "a part ends before its successor is loaded": not all(
+            load and end and load[-1] < end[-1] for load, end in zip(loads, ends, strict=True)
+        ),
+    }
+    return _those(checks)
+
+
 def hopper_faults(facts: Facts, config: Any) -> dict[str, Any]:
     """Of any kernel of the Hopper backend."""
     lost = lost_addresses(facts.code)
@@ -252,7 +272,10 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     if config.QUICK:  # without a mask a step may weigh once more, and what it has begun ahead too
         parts = pieces_of.fn(config.BLOCK_N // 4, config.QUICK)
         begun = 2 * sum(len(part[: config.QUICK_AHEAD]) for part in parts[1:])
-        weighed[-config.WARPGROUPS :] = [weighed[0] + config.BLOCK_N // 2 + begun] * config.WARPGROUPS
+        quick = config.BLOCK_N + begun
+        if entropy:  # a product for each weight, and two rows' spread moved before each piece but the first, and with the tile
+            quick = 2 * quick + 2 * (config.QUICK - 1) + 4
+        weighed[-config.WARPGROUPS :] = [quick + 2 + alibi] * config.WARPGROUPS
     # products take 16 columns of their left operand, for each accumulator
     held = (config.BLOCK_N * accumulators(config.V_COLUMNS, config.BLOCK_DV) + config.Q_IN_REGISTERS) // 16
     products = ((config.QK_COLUMNS or config.BLOCK_D) - config.Q_IN_REGISTERS) // 16 + held

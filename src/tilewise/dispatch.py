@@ -19,6 +19,7 @@ from tilewise.problem import Problem
 
 _present_devices: set[str] = set()
 _writers: dict[tuple[str, str, Entry | None, int], Backend | None] = {}
+_joiners: dict[tuple[str, str, Entry | None, int], Backend | None] = {}
 
 
 def registry_key(name: str) -> tuple[str, Entry | None, int]:
@@ -107,6 +108,15 @@ def pages_writer(device: str, name: str = "auto") -> Backend | None:
         candidates = (get(one) for one in (REGISTRY if name == "auto" else (name,)) if usable(one, device).ok)
         _writers[key] = next((one for one in candidates if one.writes_pages), None)
     return _writers[key]
+
+
+def parts_joiner(device: str, name: str = "auto") -> Backend | None:
+    """The first backend that merges what several launches over pages computed on a device; None where torch does it."""
+    key = device, *registry_key(name)
+    if key not in _joiners:
+        candidates = (get(one) for one in (REGISTRY if name == "auto" else (name,)) if usable(one, device).ok)
+        _joiners[key] = next((one for one in candidates if one.joins_parts), None)
+    return _joiners[key]
 
 
 def next_backend(

@@ -88,6 +88,7 @@ class Problem:
     splits: the parts that the keys of a sequence in a cache are split into; 0 leaves the choice to the backend.
     partial: whether the output is a part, wanted in the dtype of the arithmetic, to be merged with others.
     invariant: whether the bits of a row must follow from the row alone, and not from the batch around it.
+    covered: whether it is known that every query sees a key, and that every key is seen, where the mask's tensors alone tell.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -124,6 +125,7 @@ class Problem:
     splits: int = 0
     partial: bool = False
     invariant: bool = False
+    covered: bool = False
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""

@@ -24,7 +24,7 @@ from tilewise.backends.gpu.lists import TileLists, list_layout
 from tilewise.backends.hopper.arguments import make_plan
 from tilewise.backends.hopper.bounds import list_bounds
 from tilewise.backends.hopper.device_order import dealt
-from tilewise.backends.hopper.hidden import hidden_launch, hidden_mask
+from tilewise.backends.hopper.hidden import FLAGS, hidden_launch, hidden_mask
 from tilewise.backends.hopper.packed_order import (
     BLOCK,
     Lengths,
@@ -213,26 +213,28 @@ def check_hidden(sides: tuple[int, int, int, int], packed: bool, mask: Mask | No
         alone = Problem.of(**{**sizes, "batch": 1, "seqlen": length}, mask=mask, device="cpu")
         part = allowed(alone.program, MaskShape(1, 4, length, length), (0, length), (0, length), np.arange)
         whole[i, :, :length, :length] &= torch.from_numpy(np.broadcast_to(part, (1, 4, length, length))[0].copy())
-    for by_key, sources in ((True, (k, v)), (False, (q, dout)), (False, (q,))):
-        flag, copies = torch.zeros(1, dtype=torch.int32), [torch.empty(x.shape) for x in sources]
-        pairs = tuple(zip(sources, copies, strict=True))
-        added = torch.ones(2000)
-        for copy in copies:
-            copy.fill_(7.0)
-        args = hidden_mask(problem, q)
-        launch = hidden_launch(problem, inputs, args, flag, pairs, by_key, added)
+    for of_keys, of_queries in (((k, v), (q, dout)), ((k, v), (q,))):
+        flag, added = torch.zeros(FLAGS, dtype=torch.int32), [torch.ones(2000), torch.ones(3000)]
+        keys, queries = (tuple((x, torch.full(x.shape, 7.0)) for x in side) for side in (of_keys, of_queries))
+        copies = [copy for _, copy in (*keys, *queries)]
+        clear = (added[0], 2000), (added[1], 3000)
+        launch = hidden_launch(problem, inputs, hidden_mask(problem, q), flag, keys, queries, clear)
         launch.kernel[(3,)](*launch.args, launch.config)
-        assert all((copy == 7.0).all() for copy in copies) and (added == 1).all()
-        flag.fill_(1)
+        assert all((copy == 7.0).all() for copy in copies) and all((x == 1).all() for x in added)
+        flag[4] = 1  # of a call before
         launch.kernel[(3,)](*launch.args, launch.config)
-        assert (added == 0).all()
+        assert flag.tolist() == [0] * 5 and all((x == 1).all() for x in added)
+        flag[0] = 1
+        launch.kernel[(3,)](*launch.args, launch.config)
+        assert flag.tolist() == [0, 0, 0, 0, 1], "handed on, and down for the next call"
+        assert all((x == 0).all() for x in added)
         start = 0
         for i, length in enumerate(lengths):
             part = whole[i, :, :length, :length]
-            shown = part.unflatten(0, (2, 2)).any((1, 2)) if by_key else part.any(-1)
-            for one, copy in pairs:
-                want = torch.where(shown[..., None], one[0, :, start : start + length], 0.0)
-                assert torch.equal(copy[0, :, start : start + length], want)
+            for shown, pairs in ((part.unflatten(0, (2, 2)).any((1, 2)), keys), (part.any(-1), queries)):
+                for one, copy in pairs:
+                    want = torch.where(shown[..., None], one[0, :, start : start + length], 0.0)
+                    assert torch.equal(copy[0, :, start : start + length], want)
             start += length
 
 

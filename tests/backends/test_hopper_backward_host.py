@@ -84,7 +84,7 @@ def taken(a: Arguments) -> list[list[int]]:
     return programs
 
 
-@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(200)], ids=repr)
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(200), ~tw.causal()], ids=repr)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_every_tile_once(d: int, deterministic: bool, mask: Mask | None) -> None:

@@ -91,6 +91,7 @@ SHAPES = [
     Shape(64, f"tw.causal() & {PAD.format('130, 77')}", 200, 300, b=2, poison=(130, 300), deterministic=True),
     Shape(256, PAD.format("100, 100")[:-1] + ", torch.tensor([40, 40]))", 80, 200, b=2, poison=(0, 40)),
     Shape(128, "~tw.full()", 70, 130),
+    Shape(128, "~tw.causal()", 300, h=2),
     Shape(64, "tw.causal()", 200, softcap=3.0),
     Shape(128, softcap=3.0, dlse=True),
     Shape(64, scale=-0.2),
@@ -190,6 +191,7 @@ def arguments(step: Step, call: Call, problem: Problem) -> Any:
         assert dq is not None
         return a._replace(
             out=plane(call.out), dout=plane(call.dout), dq=plane(dq), lse_ptr=call.lse, dlse_ptr=call.dlse,
+            lse_b=call.lse.stride(0), lse_h=call.lse.stride(1),
             stats_ptr=call.stats, dq_ptr=call.sums, cu_q=call.inputs.cu_q if packed else None,
         )  # fmt: skip
     form = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
@@ -275,6 +277,17 @@ def test_gradients(shape: Shape) -> None:
         given = inputs._replace(k=k, v=v)
     found = run(problem, given, out.contiguous(), lse, dout, dlse)
     assert checks.check_backward(problem, inputs, dout, dlse, found) == []
+
+
+def test_the_log_sum_exp_may_lie_within_that_of_more_queries() -> None:
+    problem, inputs = build(Shape(64, "tw.causal()", 150, h=2, b=2))
+    out, lse = tiled.backend.forward(problem, inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    more = torch.full((2, 2, 170), float("nan"))
+    more[:, :, 7:157] = lse
+    found = [run(problem, inputs, out, part, dout, None) for part in (lse, more[:, :, 7:157])]
+    for x, y in zip(*(grads[:3] for grads in found), strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
 
 
 COLUMNS = [

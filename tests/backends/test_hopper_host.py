@@ -226,7 +226,7 @@ def order(a: Arguments, block: int) -> list[list[tuple[int, int]]]:
     return programs
 
 
-@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(200), tw.causal() | tw.prefix(100)], ids=repr)
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(200), ~tw.causal(), tw.causal() | tw.prefix(100)], ids=repr)
 @pytest.mark.parametrize("shape", [(3, 70, 4), (1, 4100, 6), (5, 300, 7), (1, 64, 1)], ids=str)
 def test_every_tile_once(shape: tuple[int, int, int], mask: Mask | None) -> None:
     batch, length, heads = shape

@@ -69,6 +69,13 @@ def test_what_may_be_hidden(mask: Mask, seen: bool, hides: bool) -> None:
     assert (not seen, hides) == (keys.UNSEEN_KEYS, keys.EMPTY_ROWS)
 
 
+def test_nothing_is_hidden_where_it_is_known() -> None:
+    """So 128 keys find registers at 128 columns."""
+    known, unknown = (problem(tw.documents(IDS.clone(), q_ids=IDS), covered=covered) for covered in (True, False))
+    assert all_seen(known) and not hides_in_tiles(known) and not all_seen(unknown)
+    assert [plan.plan_of(one)["forward"].tile.sizes for one in (known, unknown)] == [(128, 128), (128, 64)]
+
+
 @needs_interpreter
 def test_orders_and_hidden_positions_in_the_interpreter() -> None:
     interpret("tests.backends.interpreted_hopper")

@@ -5,6 +5,7 @@ A repeated call builds nothing but memory for its results, and its kernels get w
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from tilewise.backends import base
 from tilewise.backends.gpu import classify, record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, Template
-from tilewise.backends.hopper import feature_launch, list_launch, packed_order
+from tilewise.backends.hopper import feature_launch, hidden, list_launch, packed_order
 from tilewise.backends.hopper import launch as forward_launch
 from tilewise.backends.hopper.backward import launch as backward_launch
 from tilewise.problem import Problem
@@ -191,3 +192,32 @@ def test_packed_gradients_that_no_kernel_can_read_are_copied(kernel: Kernel, mon
         assert found.shape == whole.shape and kernel.launched - before >= 2
         maps = [x for args in kernel.seen for x in args if isinstance(x, Descriptor)]
         assert maps and all(min(one.strides) > 0 for one in maps)
+
+
+def test_flags_of_a_bias_are_those_of_a_thread(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads may take turns between the launches of a call. A captured call has flags of its own: graphs run at any time."""
+    call, found = all_calls()["bias"], []
+    copies = hidden.Copies.of
+
+    def watched(*args: Any) -> hidden.Copies:
+        found.append(copies(*args))
+        return found[-1]
+
+    monkeypatch.setattr(hidden.Copies, "of", watched)
+
+    def flags() -> set[int]:
+        found.clear()
+        call[0](*call[1])
+        return {one.flag.data_ptr() for one in found}
+
+    own, kept = flags(), list(found)
+    assert len(own) == 1 and flags() == flags() == own and kept[0].second.data_ptr() in {x + 16 for x in own}
+    other: list[set[int]] = []
+    thread = threading.Thread(target=lambda: other.append(flags()))
+    thread.start()
+    thread.join()
+    assert other[0].isdisjoint(own) and flags() == own
+    monkeypatch.setattr("tilewise.backends.gpu.kept.capturing", lambda q: True)
+    first = flags()
+    held = list(found)
+    assert first.isdisjoint(own) and first.isdisjoint(flags()) and held

@@ -16,7 +16,7 @@ from tools.gpu_launches import launches, pass_of, plan_faults
 
 from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
-from tilewise.backends.gpu.launch import signature
+from tilewise.backends.gpu.launch import EARLY_SINCE, LaunchOptions, signature
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.gpu.structs import Attention
 from tilewise.backends.triton import onchip, plan, run
@@ -77,7 +77,8 @@ def test_what_is_launched_is_what_is_planned(device: str) -> None:
         for name, launch in found:
             tile = tiles[pass_of(name, tiles)]
             assert tile.sizes == (launch.config.BLOCK_M, launch.config.BLOCK_N), (problem, name)
-            assert launch.options == (tile.warps, onchip.num_stages(tile, spec)), (problem, name)
+            early = tile.pass_ == "merge" and (spec.capability or (0, 0)) >= EARLY_SINCE
+            assert launch.options == LaunchOptions(tile.warps, onchip.num_stages(tile, spec), early), (problem, name)
             if problem.asked(tile.pass_):
                 assert tile.sizes == problem.asked(tile.pass_) and tile.source == "user"
 

@@ -10,7 +10,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,12 +24,17 @@ import torch
 import tilewise as tw
 from tests.cache.caches import build, worst
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
-from tests.cache.test_invariant import same_bits, sequences
+from tests.cache.test_invariant import OF_ROWS, same_bits, sequences
+from tests.cache.test_invariant import attend as attend_rows
+from tests.cache.test_plan_cached import LENGTHS, NESTED
+from tests.cache.test_plan_cached import shared as tables_of
 from tests.cache.test_tree import PARENTS
 from tilewise import dispatch
-from tilewise.api import cached_call
-from tilewise.backends.pages import NewTokens, gathered
-from tilewise.backends.triton import paged, plan
+from tilewise.api import cached_call, cached_plan
+from tilewise.backends.gpu.arguments import partial_results
+from tilewise.backends.gpu.record import recorder
+from tilewise.backends.pages import NewTokens, PagedPart, gathered
+from tilewise.backends.triton import joined, paged, plan
 from tilewise.backends.triton.fixed import PARTS
 
 LEFT_OUT = {"float64", "double"}
@@ -37,7 +44,7 @@ OFTEN = (
     *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
     *("prefix or window", "sinks", "bias", "alibi of each sequence"),
     *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage", "shared"),
-    *("drafts", "many parts", "invariant", "invariant, split"),
+    *("joins", "drafts", "many parts", "even parts", "invariant, window", "invariant, softcap and sinks", "invariant, kinds"),
 )
 """What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
 SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
@@ -124,6 +131,37 @@ def shared() -> None:
     assert list(plan.shared)[:2] == [4, 4], plan
     out, lse = attend(built, "triton", plan=plan)
     assert worst(built, out, lse) <= 1.0
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    several = [[0, 1, 2, n] for n in range(3, 6)], [14, 15, 16]  # all of them share: their rows come as they are wanted
+    for tables, lengths, rows, csr in ((NESTED, LENGTHS, 1, True), (*several, 2, False)):
+        built = tables_of(tables, lengths, [rows] * len(tables), torch.bfloat16, csr)
+        plan = tw.plan_cached(built.cache, least=8, queries=2)
+        with (
+            mock.patch.object(paged, "merge_launch", side_effect=AssertionError("merged twice")),
+            mock.patch.object(joined, "join_launch", wraps=joined.join_launch) as launched,
+        ):
+            options: dict[str, Any] = {"sinks": sinks, "plan": plan, "return_lse": True, "backend": "triton"}
+            out, lse = tw.attention_cached(built.q.unflatten(0, (-1, rows)), built.cache, **options)
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        assert launched.call_count == 1 and len(launched.call_args[0][0]) == 1 + len(plan.levels)
+        assert out.dtype == torch.bfloat16 and worst(built, out, lse, sinks=sinks) <= 1.0, (tables, rows)
+
+
+def joins() -> None:
+    """The kernel that merges launches does what torch does: of many parts, of tokens left out of one, of some that are none."""
+    g = torch.Generator().manual_seed(0)
+    parts = []
+    for count, rows in ((1, 3), (PARTS + 2, 2), (2, 3)):
+        lse = torch.randn((count, 2, rows), generator=g)
+        lse[torch.rand(lse.shape, generator=g) < 0.3] = float("-inf")
+        out = torch.randn((count, 2, rows, 20), generator=g) * (lse > float("-inf"))[..., None]
+        place = None if rows == 3 else torch.tensor([1, -1, 0], dtype=torch.int32)
+        parts.append(PagedPart(out, lse, place))
+    parts[0].lse[0, 0] = torch.tensor([float("-inf"), 0.5, 1.0])
+    parts[0].out[0, 0, 0] = 0.0
+    for sinks in (None, torch.tensor([0.5, -1.0])):
+        got, want = joined.run_join(torch.empty(1, 2, 3, 20), parts, sinks), cached_plan.join_parts(parts, sinks)
+        assert all(torch.allclose(x, y, atol=1e-5, rtol=1e-5) for x, y in zip(got, want, strict=True)), sinks
 
 
 def drafts() -> None:
@@ -144,27 +182,87 @@ def many_parts() -> None:
     with mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged:
         out, lse = attend(built, "triton", **options)
     assert merged.call_count == 1 and worst(built, out, lse, sinks=options["sinks"]) <= 1.0
+    built = build([1], [150], dims=(16, 64), heads=(2, 1), page=8)  # two programs for the columns of a row
+    with mock.patch.object(paged, "merge_launch", side_effect=paged.merge_launch) as merged:
+        out, lse = attend(built, "triton", **options)
+    assert merged.call_args[0][-1].block_k == 2 * PARTS and worst(built, out, lse, sinks=options["sinks"]) <= 1.0
 
 
-def invariant(split: bool) -> None:
-    """Rows have the bits that they have in a prefill of their sequence alone, whether programs have a part each or all parts."""
+class Kept:
+    """Memory for partial results, and what became of it."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, like: torch.Tensor, shape: Sequence[int], splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.results.append(partial_results(like, shape, splits))
+        return self.results[-1]
+
+
+def even_parts() -> None:
+    """As many parts as tiles of keys: each has one, from wherever the first key that is seen lies in its tile."""
     cached_call.gathered = None  # type: ignore[assignment]
-    plan.SPAN = paged.SPAN = 64
-    plan.MOST_HELD = (1 << 28) if split else 0
-    options = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "backend": "triton"}
-    made = sequences([5, 100], 16, torch.float32, options)
-    if split:  # all have room for as many keys, so that the parts of each are known
-        k, v, tables = made.caches[16]
-        cache = tw.KVCache.paged(k, v, tables[1][None], torch.tensor([100]))
-        with mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged:
-            out = tw.attention_cached(made.q[1][None, -1:], cache, invariant=True, **options)  # type: ignore[call-overload]
-        assert merged.call_count == 1 and torch.equal(out[0, 0], made.results[1][0][-1])
-    for seed in range(1 if split else 2):
-        same_bits(made, seed, options)
-    for name in () if split else ("int8",):
-        built = build(**CASES[name])
-        out, lse = attend(built, "triton", invariant=True)
-        assert worst(built, out, lse) <= 1.0, name
+    built = build([1], [128], dims=(16, 24), heads=(2, 1), page=8)
+    for window, parts in ((None, 4), (64, 2), (65, 3)):
+        options: dict[str, Any] = {} if window is None else {"mask": tw.causal() & tw.window(window)}
+        with mock.patch.object(paged.host, "partial_results", wraps=paged.host.partial_results) as made:
+            seen = made.side_effect = Kept()
+            out, lse = attend(built, "triton", splits=parts, **options)
+        assert len(seen.results) == 1 and bool(seen.results[0][1].isfinite().all()), window
+        assert worst(built, out, lse, **options) <= 1.0
+
+
+@contextmanager
+def programs(count: int) -> Iterator[mock.Mock]:
+    """So many share the parts of a row, of 64 keys in two blocks; what is not one is merged."""
+    plan.SPAN = 64
+    planned, get = plan.invariant, recorder.get
+    with (
+        mock.patch.object(plan, "invariant", lambda *given: replace(planned(*given), splits=count)),
+        mock.patch.object(recorder, "get", lambda problem, key, *given: get(problem, None, *given)),
+        mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged,
+    ):
+        yield merged
+    assert bool(merged.call_count) == (count > 1)
+
+
+def invariant(name: str) -> None:
+    """Rows have the bits that they have in a prefill of their sequence alone, on and beside the borders of parts, however many
+    programs share these: more than there are, too."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    options = {**OF_ROWS[name], "backend": "triton"}
+    with programs(1):
+        made = sequences([5, 140], 16, torch.float32, options)
+        same_bits(made, 0, options)
+    for count, page in ((2, 16), (5, 7)):
+        with programs(count):
+            lengths = [64, 65, 127] if count == 2 else [63, 129]
+            rows = [1] * len(lengths)
+            out, lse = attend_rows(made, page, rows, rows, lengths, options)
+            at = torch.tensor(lengths) - 1
+            assert torch.equal(out, made.results[1][0][at]) and torch.equal(lse, made.results[1][1][:, at])
+            if count == 2:
+                same_bits(made, 4, options)
+
+
+def invariant_kinds() -> None:
+    """One program and three give the same bits, which conform: with scales, latents, and a bias, for which parts may be computed
+    once more."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    bias = torch.randn(4, 1, 5, 140, generator=torch.Generator().manual_seed(4))
+    bias[..., 70:] = -float("inf")
+    given = {"rows": [1, 3, 0, 5], "lengths": [140, 20, 9, 65]}
+    int8 = {"stored": torch.int8, "dtype": torch.float16}
+    kinds: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        (int8, {}), ({**int8, "latent": True, "dims": (32, 24), "heads": (4, 1)}, {}), ({}, {"bias": bias})
+    )  # fmt: skip
+    for case, options in kinds:
+        built, found = build(**given, **case), []
+        for count in (1, 3):
+            with programs(count):
+                found.append(attend(built, "triton", invariant=True, **options))
+        assert worst(built, *found[0], **options) <= 1.0, case
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), case
 
 
 WRITER = dispatch.pages_writer
@@ -184,8 +282,9 @@ def main() -> int:
         if name not in LEFT_OUT:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
-    checks |= {"places": places, "garbage": garbage, "shared": shared, "drafts": drafts, "many parts": many_parts}
-    checks |= {"invariant": partial(invariant, False), "invariant, split": partial(invariant, True)}
+    checks |= {"places": places, "garbage": garbage, "shared": shared, "joins": joins, "drafts": drafts}
+    checks |= {"many parts": many_parts, "even parts": even_parts}
+    checks |= {f"invariant, {name}": partial(invariant, name) for name in OF_ROWS} | {"invariant, kinds": invariant_kinds}
     words = sys.argv[1:]
     if words[0].isdigit():
         names = [*OFTEN[int(words[0]) :: int(words[1])]]

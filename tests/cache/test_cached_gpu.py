@@ -9,6 +9,7 @@ import torch
 
 import tilewise as tw
 from tests.cache.caches import build, worst
+from tests.cache.narrow import checks
 from tests.cache.test_cached import MIXED, OPTIONS, attend
 from tilewise.api import cached_call
 
@@ -25,6 +26,12 @@ def test_options(name: str) -> None:
     built = build(rows, MIXED[1], dtype=torch.bfloat16, device="cuda")
     out, lse = attend(built, "triton", **options)
     assert worst(built, out, lse, **OPTIONS[name]) <= 1.0
+
+
+@pytest.mark.parametrize("name", checks())
+def test_narrow(name: str) -> None:
+    """int8 and e4m3, two columns at a time where that is possible."""
+    checks("cuda")[name]()
 
 
 def test_kernels_read_pages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +115,8 @@ def test_drafts() -> None:
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_the_bits_of_a_row_are_its_own(page: int) -> None:
-    """In a prefill, in chunks, as decode, beside other sequences; by programs that have a part each and, as the parts of a
-    table in CSR form are not known, by programs that have all of them."""
+    """In a prefill, in chunks, as decode, beside other sequences, with tables of both forms; by programs that share the parts of
+    a row and, in prefill, by one that has all of them."""
     built = build([1300, 700], [1300, 700], page=page, **HALF)
     whole, whole_lse = attend(built, "triton", invariant=True)
     table = built.cache.pages.table

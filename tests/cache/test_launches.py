@@ -11,8 +11,10 @@ import torch
 
 import tilewise as tw
 from tests.cache.caches import build
-from tilewise.backends.pages import NewTokens, Turning
-from tilewise.backends.triton import paged, plan, run
+from tilewise.api import cached_call
+from tilewise.api.options import DEFAULTS
+from tilewise.backends.pages import NewTokens, PagedPart, Turning
+from tilewise.backends.triton import joined, paged, plan, run
 from tilewise.backends.triton.backend import backend
 from tilewise.hardware import device
 from tilewise.problem import Problem
@@ -63,6 +65,48 @@ def test_recorded_launches_know_all_of_their_tensors(
         known = {id(x) for x in tensors if x is not None}
         for launch in launches:
             assert all(id(x) in known for x in leaves(launch.args))
+
+
+def test_a_recorded_join_knows_all_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that merges what a plan has computed apart."""
+    kept: list[tuple[Any, Any]] = []
+    fake = SimpleNamespace(repeat=lambda tensors: False, record=lambda *both: kept.append(both))
+    monkeypatch.setattr(joined, "Recording", lambda *_: fake)
+    monkeypatch.setattr(joined, "_joins", {})
+    q, place = torch.empty(1, 4, 6, 32).bfloat16(), torch.arange(6, dtype=torch.int32)
+    own, level = PagedPart(torch.empty(1, 4, 6, 32), torch.empty(1, 4, 6)), (torch.empty(3, 4, 5, 32), torch.empty(3, 4, 5))
+    out, lse = joined.run_join(q, [own, PagedPart(*level, place)], torch.empty(4))
+    assert (out.dtype, out.shape, lse.shape) == (q.dtype, q.shape, q.shape[:3])
+    ((tensors, (launch,)),) = kept
+    known = {id(x) for x in tensors if x is not None}
+    assert len(known) == 8 and {id(x) for x in leaves(launch.args)} == known
+
+
+def test_a_prefix_that_many_share() -> None:
+    """Rows of all sequences in tiles of 128, and as many parts as give every multiprocessor of an H200 one program."""
+    tiles = plan.tiles(problem(64, 1, 32768, 16, mask=None, partial=True), H200)
+    tile = tiles["decode"]
+    assert (tile.sizes, tile.warps, tile.splits) == ((128, 128), 8, 8)
+    assert 0.9 * H200.units < 64 * 4 // 128 * 8 * tile.splits <= H200.units
+    fewer = plan.tiles(problem(16, 1, 32768, 16, mask=None, partial=True), H200)["decode"]
+    assert fewer.sizes == (64, 64) and fewer.splits * 8 <= H200.units
+
+
+def test_room_of_what_is_shared() -> None:
+    """Keys are split from the pages that a prefix has, not from all that the table has room for."""
+    built = build([1] * 4, [520] * 4)
+    built.table[1:, :32] = built.table[0, :32]
+    cache, noted = tw.KVCache.paged(*built.pages, built.table, built.cache.lengths), list[int]()
+    plan, before = tw.plan_cached(cache), cached_call.problem_of
+
+    def note(call: Any) -> Any:
+        noted.append(before(call)[0].seqlen_k)
+        rows = call.queries.q.shape
+        return torch.zeros(1, rows[1], rows[0], 32), torch.zeros(1, rows[1], rows[0])
+
+    call = cached_call.parse_cached(built.q[:, None], cache, None, {**DEFAULTS, "mask": None}, None, plan, False)
+    cached_call.attended(call, plan, note)
+    assert noted == [4 * (built.table.shape[1] - 32) * 16, 32 * 16]
 
 
 def problem(rows: int, batch: int, keys: int, page: int, **more: Any) -> Problem:

@@ -91,6 +91,18 @@ def test_conformance(backend: str, dtype: torch.dtype) -> None:
             assert out.dtype == dtype and worst(built, out, lse, **named) <= 1.0, named
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_even_batches(backend: str, rows: int) -> None:
+    """As many queries in each sequence: of all sequences, whose rows stay where they are, and of some."""
+    for tables, lengths in ((NESTED, LENGTHS), ([[0, 1, 2, n] for n in range(3, 6)], [14, 15, 16])):
+        built = shared(tables, lengths, [rows] * len(tables))
+        plan = tw.plan_cached(built.cache, least=4, queries=2)
+        q = built.q.unflatten(0, (-1, rows))
+        out, lse = tw.attention_cached(q, built.cache, plan=plan, return_lse=True, backend=backend)  # type: ignore[call-overload]
+        assert worst(built, out.flatten(0, 1), lse.transpose(0, 1).flatten(1)) <= 1.0
+
+
 def test_what_is_not_seen_alike_is_not_shared() -> None:
     """Then the plan is not used, and the bits are those without."""
     built = shared(NESTED, LENGTHS, [1] * 5)

@@ -25,6 +25,7 @@ CHOSEN = [
     ("documents d64", "sm_90", ("classify", "forward")),
     ("varlen", "sm_90", ("forward",)),
     ("decode", "sm_90", ("decode", "merge")),
+    ("pages, invariant", "sm_90", ("decode", "merge")),
     ("prepare", "sm_90", ("prepare",)),
     ("d128", "sm_80", ("forward", "keys", "queries")),
     ("d128", "sm_100", ("forward", "keys")),

@@ -13,8 +13,8 @@ import tilewise as tw
 from tests.distributed.test_plan import ids, masks, problem, visible
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.coverage import coverage, on_host
-from tilewise.distributed.joins import GRAIN, Block, Rounds, Seen
-from tilewise.distributed.schedule import Chunk
+from tilewise.distributed.joins import GRAIN, Block, Rounds, Seen, joined_blocks
+from tilewise.distributed.schedule import Chunk, Work
 from tilewise.distributed.segments import SIDE_BY_SIDE, Call, Local, Segment
 from tilewise.distributed.shards import filled
 from tilewise.masks import MaskShape, allowed
@@ -169,3 +169,18 @@ def test_small_calls_stand_side_by_side(name: str, monkeypatch: pytest.MonkeyPat
     assert sum(len(stage) for stages in together for stage in stages) < sum(apart)
     for plan in plans:
         assert (computed(plan) == visible(plan)).all()
+
+
+def test_those_side_by_side_that_fill_tiles_come_first() -> None:
+    whole = tw.distributed.plan(problem(4096, tw.full(), kv_heads=4), ranks=2)
+    sizes = [(100, 256), (256, 256), (256, 100)]
+    ends = np.cumsum([(0, 0), *sizes], axis=0).tolist()
+    blocks = [
+        Block((Chunk(0, q, q + rows),), (Chunk(0, k, k + keys),), rows * keys, travels=True)
+        for (q, k), (rows, keys) in zip(ends, sizes, strict=False)
+    ]
+    seen = Seen(whole.coverage, whole.shards)
+    first = Work(0, 0, Chunk(0, 0, 1), Chunk(0, 0, 1), 1)
+    works = [Work(0, 1, *block.q, *block.k, block.area) for block in blocks]
+    _, (joined,) = joined_blocks([[first], works], seen, lambda block: True, small=1 << 20)
+    assert joined.groups == ((256, 256), (256, 100), (100, 256))

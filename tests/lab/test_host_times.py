@@ -18,8 +18,12 @@ def test_every_call_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setattr(host_times, "WARM", 1)
     host_times.main(["--device", "cpu", "--calls", "1", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert [one["call"] for one in found] == [*host_times.variants(torch.device("cpu")), "packed", "SDPA"]
-    assert all(min(one[way] for way in ("forward", "backward", "both", "one_thread")) > 0 for one in found)
+    cached = ["decode", "append, decode"]
+    assert [one["call"] for one in found] == [*host_times.variants(torch.device("cpu")), "packed", "SDPA", *cached]
+    for one in found:
+        assert one["forward"] > 0
+        for way in ("backward", "both", "one_thread"):
+            assert one[way] is None if one["call"] in cached else one[way] > 0
 
 
 def test_only_the_calls_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +38,13 @@ def test_only_the_calls_asked_for(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     row = host_times.HostTime("plain", 31.2, 80.0, 120.7, 110.4, 0.25)
-    monkeypatch.setattr(host_times, "host_times", lambda device, calls, names: iter([row]))
+    cached = host_times.HostTime("decode", 31.2, None, None, None, 0.0)
+    monkeypatch.setattr(host_times, "host_times", lambda device, calls, names: iter([row, cached]))
     host_times.main(["--device", "cpu"])
-    head, line = capsys.readouterr().out.splitlines()
+    head, line, decode = capsys.readouterr().out.splitlines()
     assert head.split() == ["µs", "forward", "backward", "both", "one", "thread", "bound"]
     assert line.split() == ["plain", "31", "80", "121", "110", "0.25"]
+    assert decode.split() == ["decode", "31", "–", "–", "–", "0.00"] and len(decode) == len(line) == len(head)
 
 
 def test_a_profile_names_functions_and_bindings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +54,9 @@ def test_a_profile_names_functions_and_bindings(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert "forward: " in text and "both: " in text and text.count("launches bound anew in a call") == 2
     assert "run_backward" in text and "hopper/launch.py" in text
+    host_times.main(["--without-gpu", "--calls", "3", "--profile", "decode"])
+    text = capsys.readouterr().out
+    assert "forward: " in text and "\nboth: " not in text and "triton/paged.py" in text
     with pytest.raises(SystemExit):
         host_times.main(["--device", "cpu", "--profile", "biased"])
     assert "need one of plain, causal" in capsys.readouterr().err

@@ -67,3 +67,17 @@ def test_a_profile_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert times == sorted(times, reverse=True)
     with pytest.raises(SystemExit):
         ranks.main([*shape.split(), "--profile", "4"])
+
+
+def test_what_calls_put_on_a_device_is_found_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels alone, as of a single call: no copies, fills or conversions."""
+    pytest.importorskip("triton")
+    from tools import rank_operations
+
+    shape = "--length 8192 --query-heads 2 --kv-heads 2 --dim 64 --ranks 4"
+    rank_operations.main([*shape.split(), "--masks", "window", "documents"])
+    lines = capsys.readouterr().out.splitlines()
+    found = {line for line in lines if not line.startswith(" ")}
+    kernels = ("forward: forward_kernel", "backward: preprocess_kernel, keys_kernel, postprocess_kernel")
+    assert found == {f"{mask} {one}" for mask in ("window", "documents") for one in kernels}
+    assert sum("one call" in line for line in lines) == 4 and sum("rank 3: " in line for line in lines) >= 4

@@ -122,7 +122,7 @@ def attention(
         launch = lookup_statistics(q, k, v, options, stats)
     else:
         more = has_more(mask, bias, sinks, dropout_p)
-        launch = lookup_more(q, k, v, options, More(bias, sinks, seed=seed)) if more else lookup(q, k, v, options)
+        launch = lookup_more(q, k, v, options, More(bias, sinks, None, None, seed)) if more else lookup(q, k, v, options)
     if launch is None:
         named: Any = dict(zip(NAMES, options, strict=True), seed=seed, stats=stats)
         return execute(q, k, v, named, named.pop("backend"))  # type: ignore[no-any-return]

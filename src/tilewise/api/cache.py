@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.api.cached_write import check_appended, check_lengths, is_cumulative, write
+from tilewise.api.cached_write import check_appended, check_lengths, even_steps, is_cumulative, write
 from tilewise.api.lengths import readable
 from tilewise.api.parse import LAYOUTS, check_dense, check_device, check_range
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
@@ -159,8 +159,7 @@ class KVCache:
                 raise LayoutError("cu_seqlens: goes with packed tokens (T, heads, dim); k has a batch side")
             if k.shape[0] != batch and need_cu:
                 raise LayoutError(f"k: {k.shape[0]} sequences, but the cache has {batch}")
-            cu = torch.arange(k.shape[0] + 1, dtype=torch.int32, device=k.device) * k.shape[1]
-            return k.flatten(0, 1), v.flatten(0, 1), cu
+            return k.flatten(0, 1), v.flatten(0, 1), even_steps(k.shape[0], k.shape[1], k.device)
         if cu_seqlens is None and need_cu:
             raise ArgumentError("cu_seqlens: packed tokens need it, or `slots`, to say whose they are")
         if cu_seqlens is not None:

@@ -129,13 +129,15 @@ def attention_cached(
         "return_lse": True,
     }  # fmt: skip
     call = parse_cached(q, cache, cu_seqlens_q, options, splits, plan, invariant)
-    queries, pages = call.queries, call.pages
     if writes:
-        queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask, backend)
-        again = None if settings is None else repeated(queries.q.reshape(q.shape), cache, settings, return_lse)
-        if again is not None:
-            return again
-    found, lse = attended(call._replace(queries=queries), plan, partial(attend, backend=backend))
+        call = call._replace(queries=_with_new(call.queries, cache, (new, rotary, cu_seqlens_q), mask, backend))
+        if settings is not None:
+            q = call.queries.q.reshape(q.shape)
+            again = repeated(q, cache, settings, return_lse)
+            if again is not None:
+                return again
+    queries, pages = call.queries, call.pages
+    found, lse = attended(call, plan, partial(attend, backend=backend), backend)
     if sees_ahead(mask) and some_before(pages, queries.cu):
         found, lse = _nothing_before_0(found, lse, queries, pages, sinks)
     found, lse = queries.restored(found, lse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.cache import KVCache
 from tilewise.api.cached_checks import check_mask, check_packing, check_splits, check_table, sees_all_before
-from tilewise.api.cached_plan import CachedPlan, attend_shared, check_plan
+from tilewise.api.cached_plan import CachedPlan, attend_shared, check_plan, join_parts
 from tilewise.api.cached_write import check_lengths, even_steps, is_traced
 from tilewise.api.call_cache import kept_problem
 from tilewise.api.lengths import readable
 from tilewise.api.options import DEFAULTS, ParsedOptions
 from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range, check_sinks
 from tilewise.backends.base import Backend, Inputs
-from tilewise.backends.pages import Pages, gathered
+from tilewise.backends.pages import PagedPart, Pages, gathered
 from tilewise.errors import ArgumentError, ArgumentTypeError, KernelError, LayoutError
 from tilewise.masks import Mask
 from tilewise.masks.arrays import INTEGERS
@@ -57,7 +58,7 @@ class CachedCall(NamedTuple):
 
 
 Attend = Callable[[CachedCall], tuple[Tensor, Tensor]]
-"""out (1, H, T, Dv) and lse (1, H, T) of a call."""
+"""out (1, H, T, Dv) and lse (1, H, T) of a call; of one that is `partial` perhaps several parts, along the first dimension."""
 
 
 def parse_cached(
@@ -96,9 +97,12 @@ def checked(call: CachedCall) -> CachedCall:
     return call._replace(pages=pages._replace(lengths=pages.lengths.int().contiguous(), within=True))
 
 
-def attended(call: CachedCall, plan: CachedPlan | None, attend: Attend) -> tuple[Tensor, Tensor]:
+def attended(
+    call: CachedCall, plan: CachedPlan | None, attend: Attend, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
     """out (1, H, T, Dv) in q's dtype and lse (1, H, T); in parts, which `attend` sees one after the other and which are merged,
-    where a plan tells what sequences share. Sinks join once, at the end."""
+    by a backend that may serve the call under the name if it can, where a plan tells what sequences share. Sinks join at the
+    end."""
     queries, pages, options, fields = call
     mask: Any = options["mask"]
     if plan is None or not plan.levels or options["bias"] is not None or not sees_all_before(mask) or not queries.q.shape[0]:
@@ -111,8 +115,23 @@ def attended(call: CachedCall, plan: CachedPlan | None, attend: Attend) -> tuple
 
     sinks = check_sinks(options["sinks"], queries.q, queries.q.shape[1])
     rows = queries.shape[1] if len(queries.shape) == 4 else 0
-    out, lse = attend_shared(plan, pages, (queries.q, queries.cu, rows), sinks, part)
+    join = partial(_joined, queries.q, sinks, backend)
+    out, lse = attend_shared(plan, pages, (queries.q, queries.cu, rows), part, join)
     return out.to(queries.q.dtype), lse
+
+
+def _joined(q: Tensor, sinks: Tensor | None, backend: str | None, parts: list[PagedPart]) -> tuple[Tensor, Tensor]:
+    """All parts merged: by one kernel where a backend has it."""
+    if backend is not None and not is_traced(q) and all(part.out.dtype == torch.float32 for part in parts):
+        joiner = dispatch.parts_joiner(q.device.type, backend)
+        try:
+            if joiner is not None:
+                return joiner.join_parts(q.transpose(0, 1)[None], parts, sinks)
+        except KernelError as error:
+            if backend != "auto":
+                raise
+            warnings.warn(f"{error}; torch merges the parts instead", RuntimeWarning, stacklevel=3)
+    return join_parts(parts, sinks)
 
 
 def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
@@ -207,7 +226,7 @@ def problem_of(call: CachedCall) -> tuple[Problem, Inputs]:
     q = q.transpose(0, 1)[None]
     fields = {**fields, "rows": shape[1] if len(shape) == 4 else 0}
     count, page, heads, _ = pages.k.shape
-    room = pages.entries.shape[0] * page if count else 0
+    room = pages.room * page if count else 0
     mask, scale, sinks = options["mask"], options["scale"], options["sinks"]
 
     k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)

@@ -21,6 +21,7 @@ from tilewise.backends.base import empty_lse, empty_out
 from tilewise.backends.pages import NewTokens, Pages, Turning
 from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
+from tilewise.numerics.merge import merge_many
 from tilewise.ops.tensors import plain
 
 _TABLE = "Tensor entries, Tensor starts, Tensor counts, Tensor lengths, SymInt most, bool csr"
@@ -135,6 +136,8 @@ def _plain(name: str, args: Sequence[Any]) -> list[Any]:
 def _attention_cached(*args: Any) -> tuple[Tensor, Tensor]:
     call, backend = _call(_plain("attention_cached", args))
     out, lse = attend_now(checked(call), backend)
+    if out.shape[0] > 1:  # parts of a result that is partial
+        out, lse = (x[None] for x in merge_many(out, lse))
     return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.api.cache import KVCache
 from tilewise.api.lengths import readable
 from tilewise.backends.gpu.captured import keep_if_captured
-from tilewise.backends.pages import Pages
+from tilewise.backends.pages import PagedPart, Pages
 from tilewise.errors import ArgumentError, ArgumentTypeError
 from tilewise.masks.build import integer
 from tilewise.numerics.merge import join_sink, merge_many
@@ -24,6 +24,8 @@ LEAST = 256
 """Tokens that a shared run of pages has at least: for fewer, reading them once does not pay for merging."""
 Partial = tuple[Tensor, Tensor]
 """out and lse of some keys."""
+Attend = Callable[[Tensor, Tensor, Pages, bool], Partial]
+Join = Callable[[list[PagedPart]], Partial]
 
 
 class SharedPages(NamedTuple):
@@ -53,7 +55,7 @@ class CachedPlan:
         spared = ((len(run.sequences) - 1) * (run.past - run.first) for level in self.levels for run in level)
         return self.pages - sum(spared)
 
-    @property
+    @cached_property
     def shared(self) -> list[int]:
         """Of each sequence, the leading pages that it shares."""
         counts = [0] * self.batch
@@ -169,52 +171,91 @@ def check_plan(plan: Any, pages: Pages, cu: Tensor, invariant: bool) -> None:
             )
 
 
-def attend_shared(
-    plan: CachedPlan, pages: Pages, queries: tuple[Tensor, Tensor, int], sinks: Tensor | None, attend: Callable[..., Partial]
-) -> Partial:
-    """out (1, H, T, Dv) and lse (1, H, T) of packed queries (q, cu, rows): what is shared, level by level, and what each has of
-    its own, merged. `rows` are the queries of each sequence where all have as many, else 0. `attend(q, cu, pages, own)` is the
-    attention of queries over pages, with the call's mask if they are their `own`.
+def attend_shared(plan: CachedPlan, pages: Pages, queries: tuple[Tensor, Tensor, int], attend: Attend, join: Join) -> Partial:
+    """out (1, H, T, Dv) and lse (1, H, T) of packed queries (q, cu, rows): what each has of its own and what is shared, level by
+    level, joined. `rows` are the queries of each sequence where all have as many, else 0. `attend(q, cu, pages, own)` is the
+    attention of queries over pages, in parts, with the call's mask if they are their `own`; `join` merges all parts.
 
-    A query that sees nothing of its own, not even itself, is none: it sees nothing of what is shared. No size depends on data,
-    and nothing comes from the host after the first call: a graph may capture the next one.
+    No size depends on data, and nothing comes from the host after the first call: a graph may capture the next one.
     """
     q, cu, rows = queries
-    shared = plan.kept("shared", q.device, lambda: plan.shared)
-    own = pages._replace(
-        starts=pages.starts + shared, counts=pages.counts - shared, lengths=pages.lengths - shared * pages.page, within=False
-    )
-    parts = [attend(q, cu, own, True)]
-    is_none = parts[0][1] == float("-inf")
-    for n, level in enumerate(plan.levels):
-        at, cu_level, strangers = _rows_of(plan, n, (cu, rows), q.shape[0])
-        nobody = [(0, 0, 0)] * strangers
-        runs = [*((run.sequences[0], run.first, run.past) for run in level), *nobody]
-        leaders, first, past = plan.kept((n, strangers), q.device, partial(_columns, runs))
-        prefix = pages._replace(
-            starts=pages.starts[leaders] + first, counts=past - first, lengths=(past - first) * pages.page, within=False
-        )
-        out, lse = attend(q[at], cu_level, prefix, False)
-        whole = (torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf")))
-        whole[0][:, :, at], whole[1][:, :, at] = out.to(whole[0].dtype), lse.to(whole[1].dtype)
-        parts.append(whole)
-    out, lse = merge_many([out for out, _ in parts], [lse.masked_fill(is_none, float("-inf")) for _, lse in parts])
+    parts = [PagedPart(*attend(q, cu, _own_pages(plan, pages, q.device), True))]
+    for n in range(len(plan.levels)):
+        at, place, cu_level, strangers = _rows_of(plan, n, (cu, rows), q.shape[0])
+        prefix = _prefix_pages(plan, n, pages, strangers)
+        parts.append(PagedPart(*attend(q if at is None else q[at], cu_level, prefix, False), place))
+    return join(parts)
+
+
+def join_parts(parts: list[PagedPart], sinks: Tensor | None) -> Partial:
+    """All parts merged by torch. A query that sees nothing of its own, not even itself, is none: it sees nothing of what is
+    shared."""
+    outs, lses = [], []
+    for out, lse, place in parts:
+        if out.shape[0] > 1:
+            out, lse = (x[None] for x in merge_many(out, lse))
+        if place is not None:
+            at, there = place.clamp(min=0), place >= 0
+            out, lse = torch.where(there[:, None], out[:, :, at], 0.0), lse[:, :, at].masked_fill(~there, float("-inf"))
+        outs.append(out)
+        lses.append(lse)
+    is_none = lses[0] == float("-inf")
+    out, lse = merge_many(outs, [lse.masked_fill(is_none, float("-inf")) for lse in lses])
     return (out, lse) if sinks is None else join_sink(out, lse, sinks)
 
 
-def _columns(rows: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+def _own_pages(plan: CachedPlan, pages: Pages, device: torch.device) -> Pages:
+    """What sequences have beyond what they share. Of a table whose rows are equally long all but lengths is known."""
+    most, shared = pages.most, plan.kept("shared", device, lambda: plan.shared)
+    lengths, least = pages.lengths - shared * pages.page, min(plan.shared, default=0)
+    if pages.indptr is None:
+        starts = plan.kept(("own starts", most), device, lambda: [b * most + n for b, n in enumerate(plan.shared)])
+        counts = plan.kept(("own counts", most), device, lambda: [most - n for n in plan.shared])
+        most -= least
+    else:
+        starts, counts = pages.starts + shared, pages.counts - shared
+    return pages._replace(starts=starts, counts=counts, lengths=lengths, most=most, within=False)
+
+
+def _prefix_pages(plan: CachedPlan, n: int, pages: Pages, strangers: bool) -> Pages:
+    """What each run of a level shares; for all who have no part in it nothing, as one sequence more."""
+    runs = [*((run.sequences[0], run.first, run.past) for run in plan.levels[n]), *[(0, 0, 0)] * strangers]
+    device, most, name = pages.starts.device, pages.most, (n, strangers)
+    if pages.indptr is None:
+        starts = plan.kept((*name, "starts", most), device, lambda: [b * most + first for b, first, _ in runs])
+    else:
+        leaders, firsts = plan.kept((*name, "leaders"), device, lambda: _columns([run[:2] for run in runs]))
+        starts = pages.starts[leaders] + firsts
+    counts = plan.kept((*name, "counts"), device, lambda: [past - first for _, first, past in runs])
+    lengths = plan.kept((*name, "lengths"), device, lambda: [(past - first) * plan.page for _, first, past in runs])
+    longest = max(past - first for _, first, past in runs)
+    return pages._replace(starts=starts, counts=counts, lengths=lengths, most=longest, within=False)
+
+
+def _columns(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return list(zip(*rows, strict=True))
 
 
-def _rows_of(plan: CachedPlan, n: int, packing: tuple[Tensor, int], tokens: int) -> tuple[Tensor, Tensor, bool]:
-    """The packed rows of the sequences of each run of a level, one run after the other, and where each run's begin; and whether
-    the rows of all other sequences follow, as one more sequence, which sees nothing."""
+def _rows_of(
+    plan: CachedPlan, n: int, packing: tuple[Tensor, int], tokens: int
+) -> tuple[Tensor | None, Tensor | None, Tensor, bool]:
+    """The packed rows of the sequences of each run of a level, one run after the other, and the place of each token among them
+    (both None where that is the order they come in); where each run's begin; and whether the rows of all other sequences follow,
+    as one more sequence, which sees nothing."""
     (cu, rows), level = packing, plan.levels[n]
     members = [b for run in level for b in run.sequences]
     if rows:
-        at = plan.kept((n, "rows", rows), cu.device, lambda: [b * rows + i for b in members for i in range(rows)])
         counts = accumulate((len(run.sequences) * rows for run in level), initial=0)
-        return at, plan.kept((n, "cu", rows), cu.device, lambda: list(counts)), False
+        cu_level = plan.kept((n, "cu", rows), cu.device, lambda: list(counts))
+        if members == list(range(plan.batch)):
+            return None, None, cu_level, False
+        at = plan.kept((n, "rows", rows), cu.device, lambda: [b * rows + i for b in members for i in range(rows)])
+        nth = {b: i for i, b in enumerate(members)}
+
+        def places() -> list[int]:
+            return [nth[b] * rows + i if b in nth else -1 for b in range(plan.batch) for i in range(rows)]
+
+        return at, plan.kept((n, "places", rows), cu.device, places), cu_level, False
     strangers = len(members) < plan.batch
 
     def run_of_each() -> list[int]:
@@ -227,4 +268,5 @@ def _rows_of(plan: CachedPlan, n: int, packing: tuple[Tensor, int], tokens: int)
     number, count = plan.kept((n, "runs"), cu.device, run_of_each), cu.diff()
     counts_level = count.new_zeros(len(level) + strangers).index_add_(0, number, count)
     at = torch.argsort(torch.repeat_interleave(number, count, output_size=tokens), stable=True)
-    return at, torch.cat([cu.new_zeros(1), counts_level.cumsum(0)]).int(), strangers
+    place = torch.empty_like(at).scatter_(0, at, torch.arange(tokens, device=at.device)).int()
+    return at, place, torch.cat([cu.new_zeros(1), counts_level.cumsum(0)]).int(), strangers

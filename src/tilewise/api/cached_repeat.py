@@ -1,7 +1,8 @@
 """Repeated calls over a cache: one that is laid out like an earlier call goes straight to its backend's launch.
 
-The table and the rules are those of `call_cache`, with one difference: lengths and the table change under a call, so every call
-looks at their values. A call whose lengths are out of range takes the long way, where the checks name them.
+The table and the rules are those of `call_cache`, with one difference: lengths and the table change under a call. On a CPU every
+call looks at their values, and one whose lengths are out of range takes the long way, where the checks name them. On a GPU
+kernels read what is there, and with TILEWISE_CHECK=1 every call takes the long way.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from tilewise.api.cached_write import even_steps, is_traced
 from tilewise.api.call_cache import Guard, keep_call, kept_call, make_guard
 from tilewise.backends.base import PagedLauncher
 from tilewise.backends.pages import Pages
+from tilewise.errors import KernelError
 from tilewise.masks import Mask
 from tilewise.ops.run import any_autocast, is_empty
-from tilewise.ops.tensors import PLAIN
+from tilewise.ops.tensors import PLAIN, checks_values
 
-UNSIGNED = {torch.int32: np.dtype(np.uint32), torch.int64: np.dtype(np.uint64)}
+UNSIGNED: dict[torch.dtype, Any] = {torch.int32: np.dtype(np.uint32), torch.int64: np.dtype(np.uint64)}
 """As these, numbers below 0 are the largest: one comparison finds whatever is out of range."""
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 num_threads = torch.get_num_threads
@@ -38,10 +40,8 @@ class Repeated(NamedTuple):
     guard: Guard
     launch: PagedLauncher
     threads: int
-    room: int
-    """Tokens for which a sequence has pages."""
-    unsigned: Any
-    """The type to look at lengths in."""
+    latent: bool
+    """Are values columns of the keys? No tensor tells."""
 
 
 class Settings(NamedTuple):
@@ -71,39 +71,47 @@ def repeated(q: Any, cache: Any, settings: Settings, want_lse: bool) -> Tensor |
             return None
         pages = cache.pages
         tensors = (q, *_tensors(pages))
-        if not call.guard(*tensors):  # not the last call with these options: perhaps one before it
-            call = kept_call((key, _facts(tensors)))
+        if pages.latent is not call.latent or not call.guard(*tensors):  # not the last call with these options: one before it?
+            call = kept_call((key, _facts(tensors), pages.latent))
             if call is None or not call.guard(*tensors):
                 return None
             keep_call(key, call)
     except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash: the checks will name it
         return None
-    lengths = pages.lengths
-    if pages.indptr is not None or lengths.numpy().view(call.unsigned).max() > call.room or num_threads() != call.threads:
+    if pages.indptr is not None or num_threads() != call.threads:
         return None
-    if pages.entries.data_ptr() != pages.table.data_ptr():  # the table has other memory than it had
+    lengths, table = pages.lengths, pages.table
+    if pages.entries.data_ptr() != table.data_ptr():  # the table has other memory than it had
         return None
-    if pages.entries.numpy().view(np.uint32).max() >= pages.k.shape[0]:  # somebody may see it
-        check_table(pages, even_steps(q.shape[0], q.shape[1], q.device), settings.mask)
-    found = call.launch(q, pages, lengths.int(), want_lse)
+    if checks_values(lengths.device):
+        room = pages.most * pages.page
+        if not lengths.is_cpu or lengths.numpy().view(UNSIGNED[lengths.dtype]).max() > room:
+            return None
+        if pages.entries.numpy().view(np.uint32).max() >= pages.k.shape[0]:  # somebody may see it
+            check_table(pages, even_steps(q.shape[0], q.shape[1], q.device), settings.mask)
+    try:
+        found = call.launch(q, pages, want_lse)
+    except KernelError:  # of a kernel for other addresses: the long way knows who is next
+        return None
     return found if want_lse else found[0]
 
 
 def keep_repeated(call: CachedCall, given: Tensor, cache: KVCache, settings: Settings) -> None:
-    """Keep the launch of a call that has been served, for `repeated`."""
-    pages, shape = cache.pages, call.queries.shape
-    if is_traced(given) or len(shape) != 4 or not given.is_cpu or not given.is_contiguous() or any_autocast():
+    """Keep the launch of a call that has been served, for `repeated`; `given` are its queries as they came."""
+    pages, (packed, _, shape), mask = cache.pages, call.queries, settings.mask
+    if is_traced(given) or len(shape) != 4 or any_autocast() or (checks_values(given.device) and not given.is_cpu):
         return
-    if pages.indptr is not None or pages.table.dtype != torch.int32 or not pages.table.is_contiguous():  # read anew in each call
+    lengths, table = pages.lengths, pages.table
+    if pages.indptr is not None or table.dtype != torch.int32 or not table.is_contiguous():  # read anew in each call
         return
     tensors = (given, *_tensors(pages))
-    if not pages.table.numel() or pages.k is pages.v:
+    if packed.data_ptr() != given.data_ptr() or not table.numel() or pages.k is pages.v:
         return
     if any(type(x) not in PLAIN or x.is_neg() or x._is_zerotensor() for x in tensors):
         return
-    if not (settings.mask is None or settings.mask.static) or any(type(x) not in (int, float, NoneType) for x in settings[1:3]):
+    if not (mask is None or mask.static) or any(type(x) not in (int, float, NoneType) for x in settings[1:3]):
         return
-    if pages.lengths.dtype not in UNSIGNED or not pages.lengths.is_contiguous() or (shape[1] != 1 and sees_ahead(settings.mask)):
+    if lengths.dtype not in UNSIGNED or not lengths.is_contiguous() or (shape[1] != 1 and sees_ahead(mask)):
         return
     problem, inputs = problem_of(call)
     reader = problem.memory.get(("pages", dispatch.registry_key(settings.backend)))
@@ -112,10 +120,9 @@ def keep_repeated(call: CachedCall, given: Tensor, cache: KVCache, settings: Set
     launch = reader.paged_launcher(problem, inputs, pages)
     if launch is None:
         return
-    room, unsigned = pages.most * pages.page, UNSIGNED[pages.lengths.dtype]
-    kept, key = Repeated(make_guard(*tensors), launch, num_threads(), room, unsigned), settings.key()
+    kept, key = Repeated(make_guard(*tensors), launch, num_threads(), pages.latent), settings.key()
     keep_call(key, kept)
-    keep_call((key, _facts(tensors)), kept)
+    keep_call((key, _facts(tensors), pages.latent), kept)
 
 
 def _tensors(pages: Pages) -> list[Tensor]:

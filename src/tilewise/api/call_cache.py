@@ -66,7 +66,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 class CachedCall(NamedTuple):
     """`launch(q, k, v)` is the call for tensors that `guard` accepts, at addresses that are `aligned` (None: at any).
 
-    That of a call with more tensors takes a `More` as well, and its guard sees those of them that are given.
+    That of a call with more tensors takes a `More` before them, and its guard sees those of them that are given.
     """
 
     guard: Guard
@@ -165,7 +165,7 @@ def lookup_more(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], more:
             and not _dispatch_modes()
             and forward_ad._current_level < 0
         ):
-            return partial(call.launch, more=more)
+            return partial(call.launch, more)
         if not isinstance(scale, (float, int, NoneType)) or not _may_keep_tensors(tensors):
             return None
         facts = tuple([(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors])
@@ -181,7 +181,7 @@ def lookup_more(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], more:
     elif not call.guard(*tensors):
         call = call._replace(guard=make_guard(*tensors))
     _keep(settings, call, calls)
-    return partial(call.launch, more=more)
+    return partial(call.launch, more)
 
 
 def kept_problem(key: Any, make: Callable[[], Problem]) -> Problem:
@@ -292,7 +292,7 @@ def _make_launch(
     call = PlainCall.of(problem, inputs, backend, chosen, "packed" if problem.varlen else layout)
     if more is not None:
 
-        def launch_more(q: Tensor, k: Tensor, v: Tensor, more: More) -> Tensor | tuple[Tensor, Tensor]:
+        def launch_more(more: More, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
             out, lse = attend_plain(call, inside(problem, q, k, v, more))
             if lse is None or not problem.needs_lse:
                 return out

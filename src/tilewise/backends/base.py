@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from tilewise.numerics.merge import finite
 from tilewise.problem import WIDE, Problem
 
 if TYPE_CHECKING:
-    from tilewise.backends.pages import NewTokens, Pages
+    from tilewise.backends.pages import NewTokens, PagedPart, Pages
     from tilewise.hardware.spec import DeviceSpec
     from tilewise.model.tile import TilePlan
 
@@ -107,9 +107,9 @@ class PagedLaunch(NamedTuple):
     tiles: Mapping[str, TilePlan]
 
 
-PagedLauncher = Callable[[Tensor, "Pages", Tensor, bool], tuple[Tensor, Tensor]]
-"""Of q (B, Sq, Hq, D), the pages, int32 lengths within them, and whether a log-sum-exp is wanted: out (B, Sq, Hq, Dv), and the
-log-sum-exp (B, Hq, Sq), or anything if it is not."""
+PagedLauncher = Callable[[Tensor, "Pages", bool], tuple[Tensor, Tensor]]
+"""Of q (B, Sq, Hq, D), the pages, and whether a log-sum-exp is wanted: out (B, Sq, Hq, Dv), and the log-sum-exp (B, Hq, Sq), or
+anything if it is not. Lengths are int32 or int64, one after another, and within the pages where somebody may look."""
 
 
 class CompileJob(NamedTuple):
@@ -136,6 +136,8 @@ class Backend(Protocol):
     """Has `paged`."""
     writes_pages: bool = False
     """Has `append`."""
+    joins_parts: bool = False
+    """Has `join_parts`."""
     invariant: bool = False
     """Serves problems whose rows must have bits of their own: `Problem.invariant`."""
     finds_direction: bool = False
@@ -164,12 +166,18 @@ class Backend(Protocol):
         return from_rank4(out), lse
 
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
-        """The same of a packed batch whose keys and values lie in pages: `k` and `v` of the inputs, with the heads first."""
+        """The same of a packed batch whose keys and values lie in pages: `k` and `v` of the inputs, with the heads first. What is
+        `partial` may come in several parts, along the first dimension."""
         raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
 
     def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
         """What `paged` launches on the machine `spec`. Nothing is computed."""
         return [PagedLaunch(problem, inputs, pages, {})]
+
+    def join_parts(self, q: Tensor, parts: Sequence[PagedPart], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out (1, H, T, Dv) in the dtype of q (1, H, T, D) and lse (1, H, T): the parts merged, which are of fp32; a token whose
+        first part saw no key is none and sees nothing. Sinks join at the end."""
+        raise BackendError(f"backend {self.name!r} joins no parts", {self.name: ("joins no parts",)})
 
     def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
         """Write new tokens into pages, and turn them and their queries; gives the queries. What has no place is not written."""
@@ -225,8 +233,9 @@ class Backend(Protocol):
         return None
 
     def paged_launcher(self, problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
-        """A `PagedLauncher` for calls over pages of the same types, shapes, strides and dtypes, whose queries are dense
-        (B, Sq, Hq, D), with as many threads as torch has now: all but addresses is prepared. None where nothing is gained."""
+        """A `PagedLauncher` for calls over pages of the same types, shapes, strides and dtypes, whose queries (B, Sq, Hq, D) lie
+        in memory as those of `inputs`, with as many threads as torch has now: all but addresses is prepared. None where
+        nothing is gained."""
         return None
 
 

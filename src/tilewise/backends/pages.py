@@ -40,6 +40,14 @@ class NewTokens(NamedTuple):
     slots: Tensor | None = None  # (T,) where tokens go; None: to their positions
 
 
+class PagedPart(NamedTuple):
+    """Attention of packed tokens, or of some of them, to some of their keys."""
+
+    out: Tensor  # (parts, H, rows, Dv): one for each split of the keys
+    lse: Tensor  # (parts, H, rows)
+    place: Tensor | None = None  # int32, the row of each token, −1 for none; None: rows are tokens
+
+
 class Pages(NamedTuple):
     """A batch of sequences in pages. Page `entries[starts[b] + p // page]` holds token p of sequence b at place p % page.
 
@@ -68,6 +76,11 @@ class Pages(NamedTuple):
     def size(self) -> int:
         """Tokens that all pages hold."""
         return self.k.shape[0] * self.page
+
+    @property
+    def room(self) -> int:
+        """Pages that all sequences have room for together, at most."""
+        return min(self.entries.shape[0], self.starts.shape[0] * self.most)
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, table: Tensor, indptr: Tensor | None, lengths: Tensor, **rest: Any) -> Pages:

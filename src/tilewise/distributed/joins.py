@@ -239,7 +239,8 @@ def _all_seen(blocks: list[Block], is_full: Callable[[Block], bool]) -> list[Blo
 
 
 def _side_by_side(blocks: list[Block], is_full: Callable[[Block], bool], small: int) -> list[Block]:
-    """Small blocks in which all is seen as groups of one, as far as no query is in two of them."""
+    """Small blocks in which all is seen as groups of one, as far as no query is in two of them. Those that fill tiles come first,
+    so that others begin where a tile does."""
     chosen: list[Block] = []
     for block in blocks:
         met = any(common(q, other.q) for other in chosen for q in block.q)
@@ -247,6 +248,7 @@ def _side_by_side(blocks: list[Block], is_full: Callable[[Block], bool], small: 
             chosen.append(block)
     if len(chosen) < 2:
         return blocks
+    chosen.sort(key=lambda block: [tokens % GRAIN > 0 for tokens in block.sizes])
     q = tuple(chunk for block in chosen for chunk in block.q)
     k = tuple(chunk for block in chosen for chunk in block.k)
     whole = Block(q, k, sum(b.area for b in chosen), any(b.travels for b in chosen), tuple(b.sizes for b in chosen))

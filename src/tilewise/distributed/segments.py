@@ -217,15 +217,13 @@ class Call:
             numbers = range(self.entries) if self.plan.lengths is None else (q.sequence,)
             rows = [Origin(q.start, k.start, self.head, b) for b in numbers]
             origins = torch.tensor(rows, dtype=torch.int32, device=self.device)
-        return Segment(block, self._part(local, mask, block.sizes, origins), origins, first)
+        return Segment(block, self._part(local, mask, block, origins), origins, first)
 
     def _numbers(self, sizes: tuple[int, ...]) -> Tensor:
         """0 for the tokens of the first group, and so on."""
         return torch.repeat_interleave(torch.tensor(sizes)).to(self.device, torch.int32)
 
-    def _part(
-        self, local: Local, mask: MaskProgram, lengths: tuple[int, int], origins: Tensor | None
-    ) -> Problem:
+    def _part(self, local: Local, mask: MaskProgram, block: Block, origins: Tensor | None) -> Problem:
         """The problem of a part of the scores."""
         problem = self.problem
         return replace(
@@ -233,14 +231,15 @@ class Call:
             batch=self.entries,
             heads=local.q.shape[1],
             kv_heads=local.k.shape[1],
-            seqlen_q=lengths[0],
-            seqlen_k=lengths[1],
+            seqlen_q=block.sizes[0],
+            seqlen_k=block.sizes[1],
             dtype=str(self.dtype).removeprefix("torch."),
             mask=Lowered(mask),
             precision="default" if problem.widened else problem.precision,
             sinks=False,
             varlen=False,
             origins=origins is not None,
+            covered=bool(block.groups),
             needs_lse=True,
             device=self.device.type,
         )

@@ -42,8 +42,9 @@ def paged_launcher(problem: Problem, inputs: Inputs, pages: Pages) -> PagedLaunc
     counters, workspace, real = prepared.counters, prepared.workspace, prepared.real
     at_work, at_done = (prepared.offsets[name] for name in ("work", "done")) if counters else (0, 0)
 
-    def launch(q: Tensor, pages: Pages, lengths: Tensor, want_lse: bool) -> tuple[Tensor, Tensor]:
+    def launch(q: Tensor, pages: Pages, want_lse: bool) -> tuple[Tensor, Tensor]:
         _ = alive  # addresses in the block are theirs
+        lengths = pages.lengths.int()
         out = new(shape, steps, dtype)
         lse = new(*prepared.lse) if want_lse or not small else None
         scratch = schedule.thread.take()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -104,11 +106,12 @@ def empty_fp16_split(x: Tensor) -> Tensor:
     return whole[: 2 * b * h * s * wide].view(2 * b, h, s, wide)[..., :d]
 
 
-def partial_results(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Fresh fp32 memory for `splits` pairs (out, lse), one after another along the batch."""
-    b, h, m, dv = out.shape
-    part = torch.empty((splits * b, h, m, dv), dtype=torch.float32, device=out.device)
-    return part, torch.empty((splits * b, h, m), dtype=torch.float32, device=out.device)
+def partial_results(like: Tensor, shape: Sequence[int], splits: int) -> tuple[Tensor, Tensor]:
+    """Fresh fp32 memory, where `like` is, for `splits` pairs (out, lse), one after another along the batch; `shape` is out's."""
+    b, h, m, dv = shape
+    b *= splits
+    part = like.new_empty_strided((b, h, m, dv), (h * m * dv, m * dv, dv, 1), dtype=torch.float32)
+    return part, like.new_empty_strided((b, h, m), (h * m, m, 1), dtype=torch.float32)
 
 
 def split_view(parts: Tensor) -> View:

@@ -40,6 +40,7 @@ class LaunchOptions(NamedTuple):
 
     num_warps: int = 4
     num_stages: int = 2
+    early: bool = False  # launched before the kernel in front of it has ended, for which it waits itself
 
 
 class Address:
@@ -124,6 +125,18 @@ def on_device(device: torch.device, function: Callable[..., T], *args: Any) -> T
         return function(*args)
     with torch.cuda.device(device):
         return function(*args)
+
+
+EARLY_SINCE, GRAPHS_SINCE = (9, 0), 12030
+"""Capability and driver: such launches are captured in CUDA graphs since CUDA 12.3."""
+
+
+def takes_early(capability: tuple[int, int] | None) -> bool:
+    """Can kernels be launched before the one in front of them has ended?"""
+    if capability is None or capability < EARLY_SINCE or on_hip() or not torch.cuda.is_available():
+        return False
+    version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)
+    return int(version()) >= GRAPHS_SINCE
 
 
 def on_hip() -> bool:
@@ -247,6 +260,7 @@ def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: 
     constants = {**dict(inside_out), (len(names) - 1,): config}
     source = ASTSource(kernel, types, constants, sig.attributes)
     settings = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
+    settings |= {"launch_pdl": True} if options.early else {}
 
     def build(more: dict[str, str]) -> Any:
         return triton.compile(source, target=target, options=settings | more)

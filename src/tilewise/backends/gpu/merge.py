@@ -46,6 +46,14 @@ def add_in_order(acc, l, m, part_tile, lse):
 
 
 @triton.jit
+def part_of(acc, l, m):
+    """`normalized` where the bits count."""
+    whole = tl.where(l == 0.0, 1.0, l)
+    part_tile = tl.where((l == 0.0)[:, None], 0.0, acc / whole[:, None])
+    return part_tile, tl.where(l == 0.0, float("-inf"), tl.fma(tl.log2(whole), LN2, m))
+
+
+@triton.jit
 def add_sink(acc, l, m, sink):
     """Add the sink, a number or one for each row: one more key, of value 0. An infinite one has all the weight."""
     top = tl.maximum(m, sink)

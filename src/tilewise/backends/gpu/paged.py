@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+import tilewise.backends.gpu.pairs as pr
 import tilewise.backends.gpu.tile as tt
 from tilewise.backends.gpu.structs import SeqInfo
 
@@ -81,24 +82,34 @@ def token_pointers(a, view, head, n, C: tl.constexpr):
 
 @triton.jit
 def load_pages(a, head, n, ok, FIRST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
-    """Columns of a tile of tokens, FIRST and those after it, in the dtype of the queries; 0 where not `ok` (None: all are)."""
+    """Columns of a tile of tokens, FIRST and those after it, in the dtype of the queries; 0 where not `ok` (None: all are). Pairs
+    stay as they are."""
+    at = token_pointers(a, head.view, head, n, C)
+    if C.PAGES.PAIRS != "":
+        return _columns(at.to(tl.pointer_type(tl.int16), bitcast=True), 1, ok, FIRST // 2, WIDTH // 2, PADDED // 2)
+    else:
+        tile = _columns(at, head.view.stride_d, ok, FIRST, WIDTH, PADDED)
+        if C.PAGES.BITS:
+            tile = of_e4m3(tile)
+        if C.INTERPRET and C.PAGES.SCALED:  # the interpreter makes no bf16 of integers; products are of fp32 there
+            return tile.to(tl.float32)
+        else:
+            return tile.to(a.q.ptr.dtype.element_ty)
+
+
+@triton.jit
+def _columns(at, stride, ok, FIRST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     cols = FIRST + tl.arange(0, PADDED)
-    where = token_pointers(a, head.view, head, n, C)[:, None] + cols[None, :] * head.view.stride_d
+    where = at[:, None] + cols[None, :] * stride
     if ok is None:
         if WIDTH >= PADDED:
-            tile = tl.load(where)
+            return tl.load(where)
         else:
-            tile = tl.load(where, mask=(cols < FIRST + WIDTH)[None, :], other=0.0)
+            return tl.load(where, mask=(cols < FIRST + WIDTH)[None, :], other=0)
     elif WIDTH >= PADDED:
-        tile = tl.load(where, mask=ok[:, None], other=0.0)
+        return tl.load(where, mask=ok[:, None], other=0)
     else:
-        tile = tl.load(where, mask=ok[:, None] & (cols < FIRST + WIDTH)[None, :], other=0.0)
-    if C.PAGES.BITS:
-        tile = of_e4m3(tile)
-    if C.INTERPRET and C.PAGES.SCALED:  # the interpreter makes no bf16 of integers; products are of fp32 there
-        return tile.to(tl.float32)
-    else:
-        return tile.to(a.q.ptr.dtype.element_ty)
+        return tl.load(where, mask=ok[:, None] & (cols < FIRST + WIDTH)[None, :], other=0)
 
 
 @triton.jit
@@ -113,11 +124,63 @@ def of_e4m3(tile):
 def load_scale(a, scale, head, n, ok, C: tl.constexpr):
     """The scale of a head's numbers, or those of its tokens in the tile of keys from n on."""
     if not C.PAGES.PER_TOKEN:
-        return tl.load(scale.ptr + head.h.to(tl.int64) * scale.stride_h)
+        return head_scale(scale, head.h)
     elif ok is None:
         return tl.load(token_pointers(a, scale, head, n, C))[None, :]
     else:
         return tl.load(token_pointers(a, scale, head, n, C), mask=ok, other=0.0)[None, :]
+
+
+@triton.jit
+def head_scale(scale, h):
+    return tl.load(scale.ptr + h.to(tl.int64) * scale.stride_h)
+
+
+@triton.jit
+def empty_sums(C: tl.constexpr):
+    """acc before the first key; of pairs, the even columns and the odd ones."""
+    if C.PAGES.PAIRS != "":
+        none = tl.full([C.BLOCK_M, C.BLOCK_DV // 2], 0.0, tl.float32)
+        return none, none
+    else:
+        return tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+
+
+@triton.jit
+def rescaled(acc, factors, C: tl.constexpr):
+    if C.PAGES.PAIRS != "":
+        return acc[0] * factors[:, None], acc[1] * factors[:, None]
+    else:
+        return acc * factors[:, None]
+
+
+@triton.jit
+def whole_sums(a, acc, l, C: tl.constexpr):
+    """acc [M, DV] and l, without what they were multiplied by."""
+    if C.PAGES.Q_FACTORS:
+        return pr.together(acc) * pr.LIFTED, l * pr.LIFTED
+    elif C.PAGES.PAIRS != "":
+        return pr.together(acc) * pr.unit_of(a, C), l
+    else:
+        return acc, l
+
+
+@triton.jit
+def add_values(a, p_tile, tile, scale, acc, C: tl.constexpr):
+    """acc + weights · values, of a tile as `load_pages` gives it; `scale`: one for each token, or None."""
+    if C.PAGES.PAIRS != "":
+        even, odd = pr.even_and_odd(a, tile, C)
+        return _add(p_tile, even, scale, acc[0], C), _add(p_tile, odd, scale, acc[1], C)
+    else:
+        return _add(p_tile, tile, scale, acc, C)
+
+
+@triton.jit
+def _add(p_tile, v_tile, scale, acc, C: tl.constexpr):
+    if scale is None:
+        return tt.dot(p_tile, v_tile, acc, C)
+    else:
+        return weighted(p_tile, v_tile, scale, acc, C)
 
 
 @triton.jit
@@ -127,11 +190,11 @@ def weighted(p_tile, v_tile, scale, acc, C: tl.constexpr):
     if v_tile.dtype == tl.float16 and C.SPAN > 0:
         p_tile = p_tile * scale
         own = tl.maximum(tl.max(tl.abs(p_tile), 1), 1e-30)[:, None]
-        none = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+        none = tl.full(acc.shape, 0.0, tl.float32)
         return tl.fma(tt.dot(p_tile / own, v_tile, none, C), tl.broadcast_to(own, acc.shape), acc)
     elif v_tile.dtype == tl.float16:
         largest = tl.maximum(tl.max(tl.abs(scale)), 1e-30)
-        none = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+        none = tl.full(acc.shape, 0.0, tl.float32)
         return acc + tt.dot(p_tile * (scale / largest), v_tile, none, C) * largest
     else:
         return tt.dot(p_tile * scale, v_tile, acc, C)
@@ -148,7 +211,16 @@ def load_in_two(head, rows, ok, C: tl.constexpr):
 
 
 @triton.jit
-def product_in_two(q_tile, k_tile, more, C: tl.constexpr):
-    """q·kᵀ in fp32 of queries in two parts."""
-    s_tile, _ = tt.product(q_tile[0], k_tile, C)
-    return tt.mma(q_tile[1], tl.trans(more), s_tile, C)
+def product(a, q_tile, k_tile, more, C: tl.constexpr):
+    """q·kᵀ in fp32 of tiles as `load_pages` gives them; `more`: the columns beyond BLOCK_D, or None."""
+    if C.PAGES.PAIRS != "":
+        s_tile = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
+        if more is None:
+            return pr.product(a, q_tile, k_tile, s_tile, C)
+        else:
+            return pr.product(a, q_tile[1], more, pr.product(a, q_tile[0], k_tile, s_tile, C), C)
+    elif more is None:
+        return tt.product(q_tile, k_tile, C)[0]
+    else:
+        s_tile, _ = tt.product(q_tile[0], k_tile, C)
+        return tt.mma(q_tile[1], tl.trans(more), s_tile, C)

@@ -91,6 +91,7 @@ class PageArgs(NamedTuple):
     page: int  # tokens
     total: int  # pages there are
     rows: int  # queries of each sequence, with EVEN
+    parts: int = 0  # partial results that there is room for, with SPAN and SPLIT
 
 
 class Attention(NamedTuple):
@@ -159,6 +160,8 @@ class PageLayout(NamedTuple):
     SCALED: bool = False  # numbers have a scale: one of each head, or
     PER_TOKEN: bool = False  # one of each token and head
     BITS: bool = False  # e4m3 as bytes
+    PAIRS: str = ""  # two columns of "int8" or "e4m3" are read as one number of 16 bits
+    Q_FACTORS: bool = False  # queries of bf16 are multiplied as fp16: each row has a factor
     LATENT: bool = False  # values are the first columns of the keys
 
 
@@ -175,6 +178,7 @@ class KernelConfig(NamedTuple):
     VARLEN: bool = False
     PACK: int = 1  # query heads of one key head stacked in a tile's rows
     SPLIT: bool = False  # split-KV
+    EARLY: bool = False  # the kernel that merges is launched before this one has ended, and waits for it
     SPAN: int = 0  # keys of a part, where the bits of a row follow from the row alone; 0: they may follow from more
     SOFTCAP: bool = False
     FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2
@@ -236,6 +240,17 @@ class QueryTile(NamedTuple):
     dout_tile: Any = None
     lse2: Any = None
     delta: Any = None
+    factors: Any = None  # of the rows of q_tile, with Q_FACTORS
+
+
+class PartsAt(NamedTuple):
+    """Where the partial results of a tile's rows go."""
+
+    out: Any
+    lse: Any
+    lses: Any  # from one part to the next
+    q: Any
+    ok: Any
 
 
 class Listed(NamedTuple):

@@ -85,9 +85,10 @@ def seq_info(a, b, h, C: tl.constexpr):
 
 
 @triton.jit
-def row_block(length, heads, BLOCK: tl.constexpr):
-    """For kernels that go over rows alone: this program's rows, which of them exist, its batch row, head, and 0."""
-    pid = tl.program_id(0)
+def row_block(length, heads, BLOCK: tl.constexpr, PIECES: tl.constexpr = 1):
+    """For kernels that go over rows alone: this program's rows, which of them exist, its batch row, head, and 0. PIECES programs
+    share a block."""
+    pid = tl.program_id(0) // PIECES
     tiles = tl.cdiv(length, BLOCK)
     rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)
     h = pid // tiles % heads
@@ -287,7 +288,7 @@ def product(x, y, C: tl.constexpr):
 @triton.jit
 def per_row(factors, C: tl.constexpr):
     """The factors of a product's rows as they broadcast to its tile."""
-    if C.FP16_SPLIT:
+    if C.FP16_SPLIT or C.PAGES.Q_FACTORS:
         return factors[:, None]
     else:
         return factors

@@ -181,7 +181,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
-        **quick_pieces(problem, tile, roomy),
+        **quick_pieces(problem, tile, not (mask.left or unseen)),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
@@ -190,14 +190,15 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
 def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:
     """What `Config.QUICK`, `QUICK_AHEAD` and `FOURS` say. Pieces as timed on an H200; with them ALiBi, softcap, dropout, values
     of another width and head dims below 64 took 1 to 8 % longer, 256 columns 1 % less, and ptxas 12.8 lost addresses there.
-    Statistics want maxima."""
+    Statistics beside them leave three warpgroups too few registers."""
     plain = not (problem.bias is not None or problem.alibi or problem.softcap or problem.dropout_p)
     if not plain or problem.head_dim < 64 or tile.BLOCK_D != tile.BLOCK_DV or tile.BLOCK_D == 256:
         return {}
-    if problem.stats:
+    if problem.stats and tile.WARPGROUPS == 3:
         return {"FOURS": True}
     if tile.BLOCK_D == 128 and tile.BLOCK_N == 128:
-        return {"QUICK": 2, "QUICK_AHEAD": 2, "FOURS": True} if roomy else {"QUICK": 4, "QUICK_AHEAD": 4, "FOURS": True}
+        pieces = 2 if roomy else 4
+        return {"QUICK": pieces, "QUICK_AHEAD": pieces, "FOURS": True}
     return {"QUICK": 4 if tile.BLOCK_N == 128 else 1, "FOURS": True}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_barrier, opaque
 from tilewise.backends.hopper.epilogue import await_stores, finish
-from tilewise.backends.hopper.lists import announced, tile_number
+from tilewise.backends.hopper.lists import announced, is_partial, tile_number
 from tilewise.backends.hopper.mainloop import (
     Queries,
     WarpgroupRows,
@@ -171,7 +171,8 @@ def prepare_values(rings, kv_base, skip, key0, work, band, a, WG: gl.constexpr, 
     skip_tiles(rings.v, kv_base, skip, WG, C)
     if C.UNSEEN_KEYS:
         if C.LISTS is not None:
-            zero_unseen_listed(rings.v, kv_base + skip, tile_number(key0) * C.BLOCK_N, work, a, C)
+            if is_partial(key0):
+                zero_unseen_listed(rings.v, kv_base + skip, tile_number(key0) * C.BLOCK_N, work, a, C)
         else:
             zero_unseen_values(rings.v, kv_base + skip, key0, work, band, a, C)
     wait_full(rings.k, kv_base + skip + 1, work.count > skip + 1)

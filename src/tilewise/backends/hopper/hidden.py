@@ -2,11 +2,13 @@
 
 Kernels with a bias compute as if it hid nothing, and raise a flag where something infinite came out. Then, on the device, the
 call is made once more: from copies in which keys that mask and bias together hide from every query, and queries from which they
-hide every key, are zeros. Where the flag is down, which is nearly always, these launches end at once.
+hide every key, are zeros. Where the flag is down, which is nearly always, these launches end at once: the host pays for them, so
+one kernel makes all copies, and takes the flag down for the next call. `FLAGS` has its neighbours.
 """
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.arguments import mask_args
 from tilewise.backends.gpu.kept import kept
-from tilewise.backends.gpu.launch import LaunchOptions, Part, bias_view, view
+from tilewise.backends.gpu.launch import Address, LaunchOptions, Part, bias_view, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.program import allowed
 from tilewise.backends.gpu.record import Launch
@@ -27,6 +29,9 @@ from tilewise.problem import Problem
 
 PROGRAMS = 128
 BLOCK = 64
+FLAGS = 5
+"""Integers, all 0 before a first call: the flag that kernels raise; how many programs have looked at it; and, at a multiple of 16
+bytes, what it was then: the second time looks at that. A flag that is up by mistake costs time and changes nothing."""
 
 
 class HiddenArguments(NamedTuple):
@@ -52,25 +57,28 @@ class HiddenArguments(NamedTuple):
 
 
 class HiddenConfig(NamedTuple):
+    """Head dims of x, and of y, 0 where there is none: of the side of keys, then of queries."""
+
     MASK: MaskLayout
-    BY_KEY: bool
     VARLEN: bool
-    D: int  # of x, and of y; 0 where there is none
-    DV: int
+    K_D: int
+    K_DV: int
+    Q_D: int
+    Q_DV: int
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK: int = BLOCK
 
 
 @triton.jit
-def shown_rows(a, seq, rows, heads, len_other, C: tl.constexpr):
+def shown_rows(a, seq, rows, heads, len_other, BY_KEY: tl.constexpr, C: tl.constexpr):
     """Which of these keys (or queries) mask and bias show to some query (or show some key), in so many heads from seq.h on."""
     shown = rows < 0
     for i in range(heads):
         start = a.bias.ptr + seq.b.to(tl.int64) * a.bias.stride_b + (seq.h + i).to(tl.int64) * a.bias.stride_h
         for first in range(0, len_other, C.BLOCK):
             others = first + tl.arange(0, C.BLOCK)
-            if C.BY_KEY:
+            if BY_KEY:
                 q = others[None, :]
                 k = rows[:, None]
             else:
@@ -95,36 +103,50 @@ def copy_shown(source, target, row, h, tokens, ok, shown, D: tl.constexpr, BLOCK
 
 
 @triton.jit
-def hidden_kernel(a, C: tl.constexpr):
-    """Copies with zeros in rows that the bias hides, if the flag is up."""
-    if tl.load(a.flag) != 0:
-        pid = tl.program_id(0)
-        group = a.heads // a.kv_heads
-        heads = a.kv_heads if C.BY_KEY else a.heads
-        tiles = tl.cdiv(a.len_k if C.BY_KEY else a.len_q, C.BLOCK)
-        for t in range(pid, tiles * heads * a.batch, tl.num_programs(0)):
-            b = t // tiles // heads
-            h = t // tiles % heads
-            rows = t % tiles * C.BLOCK + tl.arange(0, C.BLOCK)
-            seq = seq_info(a, b, h * group if C.BY_KEY else h, C)
-            if C.BY_KEY:
-                shown = shown_rows(a, seq, rows, group, seq.len_q, C)
-                ok = rows < seq.len_k
-                tokens = seq.k_start + rows
-            else:
-                shown = shown_rows(a, seq, rows, 1, seq.len_k, C)
-                ok = rows < seq.len_q
-                tokens = seq.q_start + rows
-            copy_shown(a.x, a.x_copy, seq.row, h, tokens, ok, shown, C.D, C.BLOCK_D)
-            if C.DV > 0:
-                copy_shown(a.y, a.y_copy, seq.row, h, tokens, ok, shown, C.DV, C.BLOCK_DV)
-        for first in range(pid * 1024, a.size, tl.num_programs(0) * 1024):
-            i = first + tl.arange(0, 1024)
-            tl.store(a.cleared + i, tl.zeros([1024], a.cleared.dtype.element_ty), mask=i < a.size)
+def copy_side(a, BY_KEY: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr):
+    """The copies of keys, or of queries, and zeros to the memory that the second time adds to."""
+    pid = tl.program_id(0)
+    group = a.heads // a.kv_heads
+    heads = a.kv_heads if BY_KEY else a.heads
+    tiles = tl.cdiv(a.len_k if BY_KEY else a.len_q, C.BLOCK)
+    for t in range(pid, tiles * heads * a.batch, tl.num_programs(0)):
+        b = t // tiles // heads
+        h = t // tiles % heads
+        rows = t % tiles * C.BLOCK + tl.arange(0, C.BLOCK)
+        seq = seq_info(a, b, h * group if BY_KEY else h, C)
+        if BY_KEY:
+            shown = shown_rows(a, seq, rows, group, seq.len_q, BY_KEY, C)
+            ok = rows < seq.len_k
+            tokens = seq.k_start + rows
+        else:
+            shown = shown_rows(a, seq, rows, 1, seq.len_k, BY_KEY, C)
+            ok = rows < seq.len_q
+            tokens = seq.q_start + rows
+        copy_shown(a.x, a.x_copy, seq.row, h, tokens, ok, shown, D, C.BLOCK_D)
+        if DV > 0:
+            copy_shown(a.y, a.y_copy, seq.row, h, tokens, ok, shown, DV, C.BLOCK_DV)
+    for first in range(pid * 1024, a.size, tl.num_programs(0) * 1024):
+        i = first + tl.arange(0, 1024)
+        tl.store(a.cleared + i, tl.zeros([1024], a.cleared.dtype.element_ty), mask=i < a.size)
+
+
+@triton.jit
+def hidden_kernel(keys, queries, C: tl.constexpr):
+    """If the flag is up, copies with zeros in rows that the bias hides. Who is the last to look hands it on and takes it down."""
+    raised = tl.load(keys.flag)
+    tl.debug_barrier()  # all threads have looked
+    if tl.atomic_add(keys.flag + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(keys.flag + 4, raised)
+        tl.store(keys.flag, 0)
+        tl.store(keys.flag + 1, 0)
+    if raised != 0:
+        copy_side(keys, True, C.K_D, C.K_DV, C)
+        copy_side(queries, False, C.Q_D, C.Q_DV, C)
 
 
 class Copies(NamedTuple):
-    """Memory for the flag, which is down, and for copies of tensors of one dtype, one after another."""
+    """FLAGS, and memory for copies of tensors of one dtype, one after another. The flags are kept for calls of this thread on
+    this stream, which come one after the other."""
 
     flag: Tensor
     memory: Tensor
@@ -136,7 +158,13 @@ class Copies(NamedTuple):
         size = problem.memory.get(key)
         if size is None:
             size = problem.memory[key] = sum([room(x) for x in tensors])
-        return cls(x.new_zeros(1, dtype=torch.int32), x.new_empty_strided((size,), (1,)))
+        flags = kept(problem, x, ("hidden flags", get_ident()), lambda: x.new_zeros(FLAGS, dtype=torch.int32))
+        return cls(flags, x.new_empty_strided((size,), (1,)))
+
+    @property
+    def second(self) -> Address:
+        """The flag that the second time looks at."""
+        return Address(16, self.flag)
 
     def parts(self, *tensors: Tensor) -> list[Part]:
         """The copies of these tensors."""
@@ -159,15 +187,32 @@ def hidden_mask(problem: Problem, q: Tensor) -> MaskArgs:
     return kept(problem, q, "hidden", lambda: mask_args(problem.program, q.device, problem.batch))
 
 
+Pairs = tuple[tuple[Tensor, Tensor | Part], ...]
+"""One or two tensors of one side, each with its copy."""
+Cleared = tuple[Any, int]
+"""fp32 memory that becomes zeros with the copies, and its size."""
+
+
 def hidden_launch(
-    problem: Problem, inputs: Inputs, mask: MaskArgs, flag: Tensor, pairs: tuple[tuple[Tensor, Tensor | Part], ...], by_key: bool,
-    cleared: Tensor | None = None,
+    problem: Problem, inputs: Inputs, mask: MaskArgs, flag: Tensor, keys: Pairs, queries: Pairs,
+    cleared: tuple[Cleared | None, Cleared | None] = (None, None),
 ) -> Launch:  # fmt: skip
-    """The launch that fills copies of one or two tensors of one side. `cleared`: fp32 memory that becomes zeros with them."""
+    """The launch that fills the copies of both sides; each may have memory to clear."""
+    sides = [side_of(problem, inputs, mask, flag, pairs, x) for pairs, x in zip((keys, queries), cleared, strict=True)]
+    dims = [(pairs[0][0].shape[3], pairs[1][0].shape[3] if len(pairs) == 2 else 0) for pairs in (keys, queries)]
+    (k_d, k_dv), (q_d, q_dv) = dims
+    layout = MaskLayout.of(problem.program.structure)
+    config = HiddenConfig(layout, problem.varlen, k_d, k_dv, q_d, q_dv, padded(max(k_d, q_d)), padded(max(k_dv, q_dv)))
+    return Launch(hidden_kernel, PROGRAMS, tuple(sides), config, LaunchOptions(4, 1))
+
+
+def side_of(
+    problem: Problem, inputs: Inputs, mask: MaskArgs, flag: Tensor, pairs: Pairs, cleared: Cleared | None
+) -> HiddenArguments:
     (x, x_copy), (y, y_copy) = pairs[0], pairs[-1]
-    dv = y.shape[3] if len(pairs) == 2 else 0
     assert inputs.bias is not None
-    a = HiddenArguments(
+    memory, size = (flag, 0) if cleared is None else cleared
+    return HiddenArguments(
         flag=flag,
         x=view(x),
         x_copy=view(x_copy),
@@ -182,9 +227,6 @@ def hidden_launch(
         kv_heads=problem.kv_heads,
         len_q=problem.seqlen_q,
         len_k=problem.seqlen_k,
-        cleared=flag if cleared is None else cleared,
-        size=0 if cleared is None else cleared.numel(),
+        cleared=memory,
+        size=size,
     )
-    layout = MaskLayout.of(problem.program.structure)
-    config = HiddenConfig(layout, by_key, problem.varlen, x.shape[3], dv, padded(x.shape[3]), padded(dv))
-    return Launch(hidden_kernel, PROGRAMS, (a,), config, LaunchOptions(4, 1))

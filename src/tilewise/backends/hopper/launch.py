@@ -107,10 +107,14 @@ def launch(
     if stats:
         features = features | stats
     if features:
-        tensors += tensors_in(features)
+        tensors += (*features.values(),)  # all of them tensors
+    mask = None
     if inputs.bias is not None:
-        copies, mask = Copies.of(problem, q, k, v), hidden_mask(problem, q)
-        tensors += (*copies, *mask.tensors)
+        copies = Copies.of(problem, q, k, v)
+        tensors += copies
+        if problem.program.tensors:
+            mask = hidden_mask(problem, q)
+            tensors += mask.tensors
     if cu_q is not None and cu_k is not None and plan.config.ORDERED:
         cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1])
         tensors += packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster)
@@ -127,7 +131,7 @@ def launch(
         bias = inputs.bias if plan.config.BIAS_STAGES else None
         launches = [launch_of(plan, tensors, terms, bias)]
         if inputs.bias is not None:
-            launches += launches_again(problem, inputs, plan, tensors, terms, copies, mask)
+            launches += launches_again(problem, inputs, plan, tensors, terms, copies, mask or hidden_mask(problem, q))
         recording.record(tensors, launches)
     return out, lse
 
@@ -143,11 +147,10 @@ def launches_again(
 ) -> list[Launch]:
     """With a bias: once more without what it hides, if something infinite came out."""
     flag, (q, k, v) = copies.flag, copies.parts(*inputs[:3])
-    keys = hidden_launch(problem, inputs, mask, flag, ((inputs.k, k), (inputs.v, v)), by_key=True)
-    queries = hidden_launch(problem, inputs, mask, flag, ((inputs.q, q),), by_key=False)
-    plan = plan._replace(arguments=plan.arguments._replace(bias_again=1))
+    hidden = hidden_launch(problem, inputs, mask, flag, ((inputs.k, k), (inputs.v, v)), ((inputs.q, q),))
+    plan = plan._replace(arguments=plan.arguments._replace(bias_flag=copies.second, bias_again=1))
     bias = inputs.bias if plan.config.BIAS_STAGES else None
-    return [keys, queries, launch_of(plan, (q, k, v, *tensors[3:]), terms, bias)]
+    return [hidden, launch_of(plan, (q, k, v, *tensors[3:]), terms, bias)]
 
 
 def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...], bias: Tensor | None = None) -> Launch:

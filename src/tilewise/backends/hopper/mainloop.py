@@ -33,7 +33,7 @@ from tilewise.backends.hopper.compat import (
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
-from tilewise.backends.hopper.lists import tile_number
+from tilewise.backends.hopper.lists import is_partial, tile_number
 from tilewise.backends.hopper.operands import (
     accumulator,
     as_operand,
@@ -52,7 +52,7 @@ from tilewise.backends.hopper.quads import drop_quads, quad_words
 from tilewise.backends.hopper.quick_softmax import quick_softmax_step
 from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, stage, units, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
-from tilewise.backends.hopper.statistics import first_seen, next_seen
+from tilewise.backends.hopper.statistics import first_seen, next_seen, with_tile
 from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
 from tilewise.backends.hopper.zeroing import zero_unseen_listed
 
@@ -159,6 +159,18 @@ def key_words(rows, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
+def first_key_words(rows, key0, a, C: gl.constexpr):
+    """The same of a work tile's first key tile. A list's may be FULL: then nothing is read for it."""
+    if C.LISTS is not None:
+        words = no_words(C.BLOCK_N, accumulator(C.BLOCK_N)) - 1
+        if is_partial(key0):
+            words = key_words(rows, key0, a, C)
+        return words
+    else:
+        return key_words(rows, key0, a, C)
+
+
+@gluon.jit
 def visible_scores(s_tile, rows, key0, words, C: gl.constexpr):
     """-inf where a row does not see a key; `words` as of `key_words`."""
     if C.LISTS is not None or C.VARLEN or C.WORDS:
@@ -181,12 +193,15 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
-    if C.LISTS is not None or C.TERMS > 0 or C.VARLEN or C.TAIL:
+    if C.LISTS is not None:
+        if is_partial(key0):
+            s_tile = visible_scores(s_tile, rows, key0, words, C)
+    elif C.TERMS > 0 or C.VARLEN or C.TAIL:
         s_tile = visible_scores(s_tile, rows, key0, words, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p_tile, m, _, top = weights(s_tile, m, True, a, C)
     l = lane_sum(p_tile, C.FOURS)
-    seen = first_seen(s_tile, p_tile, m, top, a, C)
+    seen = first_seen(s_tile, p_tile, m, l, top, a, C)
     if C.QUADS:
         p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
     elif C.DROPOUT:
@@ -206,7 +221,7 @@ def first_step(q, n, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     k_ring = q.rings.k
     wait_full(k_ring, n)
     s_token = issue_scores(q, n, first_scores(rows, key0, a, C), C)
-    words = key_words(rows, key0, a, C)
+    words = first_key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
@@ -296,8 +311,11 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if MASKED:
         s_tile = visible_scores(s_tile, rows, key0, words, C)
     if C.QUICK > 0 and not MASKED:
-        p_tile, m, rescale, added = quick_softmax_step(s_tile, state.m, exp2_scale(a, C), C.QUICK, C.QUICK_AHEAD)
-        seen = state.seen
+        scale = exp2_scale(a, C)
+        p_tile, m, rescale, added, told = quick_softmax_step(
+            s_tile, state.m, scale, C.QUICK, C.QUICK_AHEAD, C.STATS != "", C.STATS == "entropy"
+        )
+        seen = with_tile(state, m, rescale, told, C)
     else:
         p_tile, m, rescale, top = weights(s_tile, state.m, MASKED, a, C)
         added = lane_sum(p_tile, C.FOURS)
@@ -324,7 +342,7 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, before, rows, key0, a, WG, C)
-    words = key_words(rows, key0, a, C)
+    words = first_key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)

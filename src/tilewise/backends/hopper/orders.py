@@ -10,7 +10,7 @@ from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
-from tilewise.backends.hopper.tile_order import best_order, visited_keys
+from tilewise.backends.hopper.tile_order import best_order, evened, visited_keys
 from tilewise.model.tile import WorkOrder
 from tilewise.problem import Problem
 
@@ -43,7 +43,7 @@ def work_order(config: Any, problem: Problem, units: int) -> WorkOrder | None:
 
 def host_order(problem: Problem, mask: IntervalMask, config: Any, units: int) -> np.ndarray | None:
     """Tiles by round and program, the last row all -1; None where work tiles are alike, or the device writes their order."""
-    if not mask.band or problem.varlen:
+    if not mask.uneven or problem.varlen:
         return None
     return forward_order(problem, mask, config, units) if isinstance(config, Config) else grad_order(problem, mask, config, units)
 
@@ -54,7 +54,7 @@ def forward_order(problem: Problem, mask: IntervalMask, config: Any, units: int,
     keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
     clusters = tuple(heads_together(problem, config, size // moving) for size in CLUSTER_BYTES)
     held = CLUSTER_BYTES[1] // moving // kv_bytes(problem, config) * problem.group
-    return best_order(keys, heads, clusters, min(len(keys) * heads, units), held)
+    return evened(best_order(keys, heads, clusters, min(len(keys) * heads, units), held), keys, clusters[0])
 
 
 def grad_order(problem: Problem, mask: IntervalMask, config: KeysConfig | QueriesConfig, units: int) -> np.ndarray:
@@ -68,7 +68,7 @@ def grad_order(problem: Problem, mask: IntervalMask, config: KeysConfig | Querie
     together = heads_fitting(problem, config, heads)
     clusters = tuple(n for n in range(together, heads + 1) if heads % n == 0)
     held = heads if LOCAL * int(times.max(initial=0)) <= stream else together
-    return best_order(times, heads, clusters, min(len(times) * heads, units), held)
+    return evened(best_order(times, heads, clusters, min(len(times) * heads, units), held), times, clusters[0])
 
 
 def heads_together(problem: Problem, config: Any, size: int) -> int:

@@ -94,9 +94,9 @@ def terms_bytes(mask: IntervalMask, first: int) -> int:
     return NUMBER * numbers + POINTER * tensors if mask.terms else 0
 
 
-def tile_arguments(config: Any) -> int:
+def tile_arguments(config: Any, mask: IntervalMask) -> int:
     """What every kernel over work tiles reads: which of them, and its place in the tensors."""
-    ordered = (config.BAND and not config.VARLEN) or config.ORDERED or config.LISTS is not None
+    ordered = (mask.uneven and not config.VARLEN) or config.ORDERED or config.LISTS is not None
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     owners = POINTER if config.ORDERED else 0
     batch = 2 * POINTER + NUMBER + owners if config.VARLEN else DIVISOR  # lengths, their number, whose tiles are; or heads
@@ -129,7 +129,7 @@ def forward_arguments(config: Config, mask: IntervalMask) -> int:
     numbers += config.ALIBI_FIRST
     packed = ROWS if config.VARLEN else 0
     features = POINTER * (config.SINKS + {"": 0, "max": 1, "entropy": 3}[config.STATS])
-    return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config)
+    return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config, mask)
 
 
 def queries_views() -> int:
@@ -141,7 +141,7 @@ def queries_arguments(config: Any, mask: IntervalMask) -> int:
     numbers += not config.VARLEN  # queries
     packed = PACKED_ROWS if config.VARLEN else 0
     gradient = 3 * POINTER + (2 if config.DBIAS == "add keys" else 1) * NUMBER if config.DBIAS else 0
-    return POINTER + NUMBER * numbers + packed + gradient + terms_bytes(mask, 4) + tile_arguments(config)
+    return POINTER + NUMBER * numbers + packed + gradient + terms_bytes(mask, 4) + tile_arguments(config, mask)
 
 
 def keys_views(config: Any) -> int:
@@ -161,4 +161,4 @@ def keys_arguments(config: Any, mask: IntervalMask) -> int:
     packed = (1 if config.SPLIT else 2) * PACKED_ROWS if config.VARLEN else 0
     # where keys end; the band's right; its left and where keys begin, which empty rows ask for too
     first = 1 + config.BAND + (2 if config.LEFT else config.EMPTY_ROWS)
-    return NUMBER * numbers + sums + packed + terms_bytes(mask, first) + tile_arguments(config)
+    return NUMBER * numbers + sums + packed + terms_bytes(mask, first) + tile_arguments(config, mask)

@@ -145,8 +145,8 @@ class PrePostArguments(NamedTuple):
     out: Plane
     dout: Plane
     dq: Plane
-    lse_ptr: Any
-    dlse_ptr: Any
+    lse_ptr: Any  # (B, H, M) fp32, maybe a part of more queries
+    dlse_ptr: Any  # (B, H, M) fp32, contiguous
     stats_ptr: Any
     dq_ptr: Any
     cu_q: Any
@@ -159,3 +159,5 @@ class PrePostArguments(NamedTuple):
     scale: float
     sinks_ptr: Any = None  # (H,) fp32
     dsinks_ptr: Any = None  # [B·H, tiles, M] fp32: what each row adds to the gradient of its head's sink
+    lse_b: int = 0  # from one sequence, and from one head, to the next
+    lse_h: int = 0

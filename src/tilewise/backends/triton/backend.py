@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from tilewise.backends.base import (
     Inputs,
     Jvp,
     PagedLaunch,
+    PagedLauncher,
     Statistics,
     Tangents,
     Verdict,
@@ -36,7 +38,7 @@ from tilewise.backends.triton.statistics import run_entropy_backward, run_statis
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
-    from tilewise.backends.pages import NewTokens, Pages
+    from tilewise.backends.pages import NewTokens, PagedPart, Pages
     from tilewise.hardware import DeviceSpec
 
 
@@ -46,6 +48,7 @@ class Triton(Backend):
     name = "triton"
     reads_pages = True
     writes_pages = True
+    joins_parts = True
     invariant = plan.INVARIANT
 
     def usable(self, device: str) -> Verdict:
@@ -92,16 +95,22 @@ class Triton(Backend):
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         from tilewise.backends.triton.paged import run_paged
 
-        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-        if problem.partial:
-            out = torch.empty_like(out, dtype=torch.float32)
-        on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
-        return out, lse
+        return on_device(inputs.q.device, run_paged, problem, inputs, pages)
+
+    def paged_launcher(self, problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
+        from tilewise.backends.triton.paged import paged_launcher
+
+        return paged_launcher(problem, inputs, pages) if type(self).paged is Triton.paged else None
 
     def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
         from tilewise.backends.triton.paged import paged_tiles
 
         return [PagedLaunch(problem, inputs, pages, paged_tiles(problem, pages, spec))]
+
+    def join_parts(self, q: Tensor, parts: Sequence[PagedPart], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        from tilewise.backends.triton.joined import run_join
+
+        return on_device(q.device, run_join, q, parts, sinks)
 
     def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
         from tilewise.backends.triton.paged import run_append

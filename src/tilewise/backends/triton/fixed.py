@@ -23,8 +23,12 @@ KERNELS = {
 }
 
 
-PARTS = 32
-"""Partial results that are merged at a time."""
+PARTS, MOST_PARTS = 32, 128
+"""Partial results that are merged at a time: more of them in as many pieces of a row."""
+TOGETHER = 8
+"""Those that are loaded at a time and merged one after the other, where the bits count."""
+PIECE = 32
+"""Columns of a piece at least: lines of memory are read whole."""
 
 
 def fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
@@ -33,7 +37,7 @@ def fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     if pass_ == "backward_dbias":
         return _bias(problem, spec, max(d, dv) * problem.itemsize)
     if pass_ == "merge":
-        return _merge(dv, spec)
+        return _merge(dv, spec, TOGETHER if problem.invariant else 0)
     elif pass_ == "fp16_split":
         rows, width = 32, max(d, dv)
     else:
@@ -47,15 +51,29 @@ def fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
 
 
-def _merge(dv: int, spec: DeviceSpec) -> TilePlan:
-    """One row of many parts: what takes long is waiting for them, one after the other."""
+def _merge(dv: int, spec: DeviceSpec, in_order: int) -> TilePlan:
+    """One row of many parts: what takes long is waiting for them, one after the other. `in_order`: so many are on their way
+    while as many are merged."""
     plan = TilePlan(1, PARTS, 1, 4, pass_="merge", source="table", kernel=KERNELS["merge"], reasons=("parts are read together",))
     if not spec.is_gpu:
         return plan
     registers = min(spec.max_registers, 48 + 3 * PARTS * dv // (plan.warps * spec.warp))
-    sums = 4 * plan.warps * dv + 4 * PARTS
+    sums = 4 * plan.warps * dv + 4 * PARTS if not in_order else 8 * in_order * (dv + 2 * plan.warps)
     resident = occupancy(sums, registers, plan.warps * spec.warp, spec)
     return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
+
+
+def merging(plan: TilePlan, problem: Problem, splits: int) -> TilePlan:
+    """The tile of the merge for so many parts: twice as many at a time where programs with half a row each take no longer."""
+    parts, dv = PARTS, problem.head_dim_v
+    while not problem.invariant and parts < min(splits, MOST_PARTS) and dv == padded(dv) >= 2 * PIECE * (parts // PARTS):
+        parts *= 2
+    return replace(plan, block_k=parts)
+
+
+def pieces(tile: TilePlan) -> int:
+    """Of a row in the merge, a program each."""
+    return max(1, tile.block_k // PARTS)
 
 
 def _bias(problem: Problem, spec: DeviceSpec, width: int) -> TilePlan:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.tile import TilePlan
+from tilewise.problem import MAX_HEAD_DIM
 
 BARRIERS = 1152
 """Of tensor maps and of tensor memory, with what an alignment to 1024 bytes leaves empty."""
@@ -68,6 +69,8 @@ class Operands(NamedTuple):
     """K and V lie in pages: a tile has the queries of all heads of a group."""
     stored: int = 0
     """Bytes of a number of K and V, where these are narrower than Q."""
+    in_parts: bool = False
+    """Results of parts are written within the loop."""
     plain: bool = True
     """No feature or mask that takes more registers than counted here."""
 
@@ -147,6 +150,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
     if exchanges(tile, x, spec):
         weights = "P" if tile.pass_ in ("forward", "decode") else "dS"
         result[weights] = WARPGROUPS_EXCHANGE if by == "wgmma" else m * n * x.itemsize
+    if x.in_parts and x.d <= MAX_HEAD_DIM:  # through the same memory; of latents, V's buffers are counted and not there
+        result["P"] = max(result.get("P", 0), 4 * m * x.dv)
     if x.tf32x3:
         result |= {name: 2 * result[name] for name in ("Q", "dO", "P", "dS") if name in result}
     if x.scratch:

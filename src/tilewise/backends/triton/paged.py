@@ -6,22 +6,34 @@ CUDA graph of a call serves sequences that grow.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, PagedLauncher, empty_lse, empty_out
 from tilewise.backends.gpu import arguments as host
-from tilewise.backends.gpu.launch import LaunchOptions, interpreting, on_hip, view
+from tilewise.backends.gpu.launch import LaunchOptions, interpreting, on_device, on_hip, view
 from tilewise.backends.gpu.operands import in_two, padded
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale, View
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
-from tilewise.backends.triton.plan import SPAN
-from tilewise.backends.triton.run import arguments, forward_tiles, key_of, options, ready, spec_of
+from tilewise.backends.triton import plan
+from tilewise.backends.triton.fixed import pieces
+from tilewise.backends.triton.onchip import WARPGROUP_ROWS
+from tilewise.backends.triton.run import (
+    arguments,
+    forward_tiles,
+    in_pieces,
+    key_of,
+    merges_early,
+    merging,
+    options,
+    ready,
+    spec_of,
+)
 from tilewise.hardware import DeviceSpec
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
@@ -29,39 +41,96 @@ from tilewise.problem import Problem
 ONE_PAGE = 1 << 30
 """The size of a page that holds all of a sequence."""
 FP8_SINCE = (8, 9)
+PAIRS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3"}
 INTEGERS = (torch.int32, torch.int64)
 APPENDS = 256
 _appends: dict[Hashable, Recording] = {}
 """The launches that write tokens, by all they depend on but addresses: when there are APPENDS, all are dropped."""
 
 
-def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: Tensor) -> None:
-    """Fill out (1, H, T, Dv) and lse (1, H, T)."""
-    spec = spec_of(out.device)
-    pages = _readable(pages, spec)
+def run_paged(
+    problem: Problem, inputs: Inputs, pages: Pages, results: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (1, H, T, Dv) and lse (1, H, T), new or those of `results`; of what is partial the parts, (parts, H, T, Dv) and
+    (parts, H, T), which somebody merges with others."""
+    pages = _readable(pages, spec_of(inputs.q.device))
     inputs = ready(problem, inputs)._replace(k=pages.k.transpose(1, 2), v=pages.v.transpose(1, 2), cu_k=None)
     if problem.rows:
         inputs = inputs._replace(cu_q=None)
-    owned = (pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale)
-    facts: Hashable = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in owned)
-    key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, pages.most, facts)
-    if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
-        key = None
-    recording = recorder.get(problem, key, out.device, partial(paged_tiles, problem, pages, spec))
-    tiles: dict[str, TilePlan] = recording.plan
-    partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
-    tensors = (*inputs, out, lse, *partials, *owned)
+    recording = recording_of(problem, key_of_pages(problem, inputs, pages), pages)
+    out, lse = results or (empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q))
+    partials = partials_of(recording, problem, pages, out.shape)
+    if problem.partial:
+        out, lse = partials or (torch.empty_like(out, dtype=torch.float32), lse)
+    tensors = (*inputs, out, lse, *(() if problem.partial else partials), *beside(pages))
     if not recording.repeat(tensors):
-        recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, tiles))
+        recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, recording.plan))
+    return out, lse
+
+
+def paged_launcher(problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
+    """See `Backend.paged_launcher`: launches are repeated by addresses, so a repeated call needs no views of rank 4."""
+    pages = _readable(pages, spec_of(inputs.q.device))
+    key = key_of_pages(problem, inputs, pages)
+    if not problem.rows or problem.partial or key is None:
+        return None
+    batch, rows, heads, dim = pages.starts.shape[0], problem.rows, problem.heads, problem.head_dim_v
+    tokens = batch * rows
+    shape, steps = (batch, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1)
+    lse_shape, lse_steps = (1, heads, tokens), (heads * tokens, tokens, 1)
+
+    def run(q: Tensor, pages: Pages, out: Tensor, lse: Tensor) -> None:
+        recording = recording_of(problem, key, pages)
+        partials = partials_of(recording, problem, pages, (1, heads, tokens, dim))
+        if not recording.repeat((q, pages.k, pages.v, out, lse, *partials, *beside(pages))):
+            run_paged(problem, Inputs(_as_row(q), pages.k, pages.v), pages, (_as_row(out), lse))
+
+    def launch(q: Tensor, pages: Pages, want_lse: bool) -> tuple[Tensor, Tensor]:
+        out = q.new_empty_strided(shape, steps)
+        lse = q.new_empty_strided(lse_shape, lse_steps, dtype=torch.float32)
+        on_device(q.device, run, q, pages, out, lse)
+        return out, lse.reshape(heads, batch, rows).transpose(0, 1) if want_lse else lse
+
+    return launch
+
+
+def recording_of(problem: Problem, key: Hashable | None, pages: Pages) -> Recording:
+    device = pages.k.device
+    return recorder.get(problem, key, device, partial(paged_tiles, problem, pages, spec_of(device)))
+
+
+def partials_of(recording: Recording, problem: Problem, pages: Pages, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Fresh memory for partial results of an output of the shape, where keys are split."""
+    if "merge" not in recording.plan:
+        return ()
+    return host.partial_results(pages.lengths, shape, _partials(problem, pages, recording.plan["decode"]))
+
+
+def beside(pages: Pages) -> tuple[Tensor | None, ...]:
+    """What kernels read of pages beside keys and values."""
+    return pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale
+
+
+def key_of_pages(problem: Problem, inputs: Inputs, pages: Pages) -> Hashable | None:
+    """What launches depend on beside the problem: of q (1, H, T, D) and the pages."""
+    if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
+        return None
+    facts = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in beside(pages)])
+    return key_of(problem, inputs, "pages", pages.k.shape, pages.latent, pages.most, facts)
 
 
 def paged_tiles(problem: Problem, pages: Pages, spec: DeviceSpec) -> dict[str, TilePlan]:
-    """What the plan has, which counts as many keys for each sequence: one that may have more keys than all parts hold gets its
-    parts from one program."""
+    """What the plan has, which counts as many keys for each sequence: where one may have so many that their parts take too much
+    memory, it gets them from one program."""
     tiles = forward_tiles(problem, spec)
-    if problem.invariant and "merge" in tiles and pages.most * pages.page > tiles["decode"].splits * SPAN:
+    if problem.invariant and "merge" in tiles and plan.held(problem, _partials(problem, pages, tiles["decode"])) > plan.MOST_HELD:
         return {"decode": replace(tiles["decode"], splits=1)}
     return tiles
+
+
+def _partials(problem: Problem, pages: Pages, tile: TilePlan) -> int:
+    """Partial results of a row: one of each program or, where the bits count, of each part that a sequence may have."""
+    return max(1, -(-pages.most * pages.page // plan.SPAN)) if problem.invariant else tile.splits
 
 
 def paged_launches(
@@ -72,7 +141,7 @@ def paged_launches(
     partials: tuple[Tensor, ...],
     tiles: dict[str, TilePlan],
 ) -> list[Launch]:
-    """Attention, and the merge of what was split."""
+    """Attention, and the merge of what was split, unless it is to be merged with more."""
     from tilewise.backends.triton.forward import forward_kernel
 
     spec = spec_of(results[0].device)
@@ -80,11 +149,12 @@ def paged_launches(
     a, config = paged_arguments(problem, inputs, pages, results, tile)
     if partials:
         a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
-        config = config._replace(SPLIT=True)
+        config = config._replace(SPLIT=True, EARLY=merges_early(spec))
     programs = _row_tiles(problem, tile.block_q) * problem.kv_heads * tile.splits
     launches = [Launch(forward_kernel, programs, (a, None, None), config, options(tile, spec))]
-    if partials:
-        launches.append(merge_launch(problem, inputs, results, partials, replace(tiles["merge"], splits=tile.splits)))
+    if partials and not problem.partial:
+        merge = replace(tiles["merge"], splits=_partials(problem, pages, tile))
+        launches.append(merge_launch(problem, inputs, results, partials, merge))
     return launches
 
 
@@ -96,9 +166,10 @@ def merge_launch(
 
     a, config = arguments(problem, inputs, *results, tile)
     programs = -(-problem.seqlen_q // tile.block_q) * problem.heads
-    config = config._replace(MASK=MaskLayout(), SPAN=SPAN if problem.invariant else 0)
+    config = in_pieces(config, tile)._replace(MASK=MaskLayout(), SPAN=plan.SPAN if problem.invariant else 0)
     args = (a, host.split_view(partials[0]), partials[1])
-    return Launch(merge_kernel, programs, args, config, options(tile, spec_of(results[0].device)))
+    spec = spec_of(results[0].device)
+    return merging(Launch(merge_kernel, programs * pieces(tile), args, config, options(tile, spec)), spec)
 
 
 def paged_arguments(
@@ -107,6 +178,8 @@ def paged_arguments(
     a, config = arguments(problem, inputs, *results, tile)
     latent = pages.latent and inputs.bias is None and padded(problem.head_dim_v) == problem.head_dim_v
     first, rest = in_two(problem.head_dim, problem.head_dim_v) if latent else in_two(problem.head_dim)
+    blocks = (first, rest, padded(problem.head_dim_v))
+    pairs = in_pairs(inputs, pages, tile, blocks)
     layout = PageLayout(
         PAGE=_known_page(pages),
         EVEN=problem.rows > 0,
@@ -114,10 +187,37 @@ def paged_arguments(
         PER_TOKEN=_per_token(pages.k_scale) or _per_token(pages.v_scale),
         BITS=pages.k.dtype == torch.uint8,
         LATENT=latent,
+        PAIRS=pairs,
+        Q_FACTORS=pairs == "e4m3" and inputs.q.dtype == torch.bfloat16,
     )
-    args = _page_args(pages, problem.rows)
+    args = _page_args(pages, problem.rows)._replace(parts=_partials(problem, pages, tile) if problem.invariant else 0)
     config = config._replace(PAGED=True, PAGES=layout, PACK=problem.group, BLOCK_D=first, REST=rest, EMPTY_ROWS=True)
-    return a._replace(pages=args), config._replace(SPAN=SPAN) if problem.invariant else config
+    return a._replace(pages=args), config._replace(SPAN=plan.SPAN) if problem.invariant else config
+
+
+def in_pairs(inputs: Inputs, pages: Pages, tile: TilePlan, blocks: tuple[int, ...]) -> str:
+    """What numbers pages have, "int8" or "e4m3", where kernels read two columns of them as one of 16 bits; "" where they do not.
+
+    `blocks`: columns of tiles, 0 for none; halves of them are multiplied, 16 at least. Tiles of many rows are multiplied where
+    they lie in shared memory: there is no way through registers.
+    """
+    fits = (
+        not on_hip()
+        and pages.k_scale is not None
+        and pages.v.dtype == pages.k.dtype
+        and inputs.q.dtype in (torch.float16, torch.bfloat16)
+        and inputs.bias is None
+        and tile.block_q < WARPGROUP_ROWS
+        and not any(0 < block < 32 for block in blocks)
+        and all(_even(x) for x in (pages.k, pages.v))
+    )
+    return PAIRS.get(pages.k.dtype, "") if fits else ""
+
+
+def _even(x: Tensor) -> bool:
+    """Do an even column and the one after it lie in one 16-bit number, in every row?"""
+    beside = x.stride(3) == 1 and x.shape[3] % 2 == 0
+    return beside and x.data_ptr() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:3])
 
 
 def _page_args(pages: Pages, rows: int) -> PageArgs:
@@ -222,6 +322,11 @@ def _view(x: Tensor, sides: Tensor) -> View:
     return view(sides)._replace(ptr=x)
 
 
+def _as_row(x: Tensor) -> Tensor:
+    """(B, Sq, H, D) as (1, H, T, D)."""
+    return x.flatten(0, 1).transpose(0, 1)[None]
+
+
 def _token_view(x: Tensor) -> View:
     return _view(x, x.transpose(0, 1)[None])
 
@@ -246,7 +351,7 @@ def _readable(pages: Pages, spec: DeviceSpec) -> Pages:
 
 def _known_page(pages: Pages) -> int:
     """The size of a page that kernels are compiled for; 0 for any."""
-    if pages.indptr is None and pages.most == 1:
+    if pages.indptr is None and pages.most == 1 and pages.entries.shape[0] == pages.starts.shape[0]:
         return ONE_PAGE
     return pages.page if pages.page & (pages.page - 1) == 0 else 0
 

@@ -12,7 +12,7 @@ from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.derived import derivative_tiles as derivative_tiles
 from tilewise.backends.triton.derived import derives as derives
 from tilewise.backends.triton.derived import no_statistics
-from tilewise.backends.triton.fixed import KERNELS, fixed, interpreted
+from tilewise.backends.triton.fixed import KERNELS, fixed, interpreted, merging
 from tilewise.backends.triton.onchip import STREAMING, Operands
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.errors import PlanError
@@ -27,11 +27,13 @@ INVARIANT = True
 DTYPES = ("float16", "bfloat16", "float32")
 PRECISIONS = ("default", "tf32")
 BLOCKS = (16, 32, 64, 128, 256)
-SPAN = 512
+SPAN = 1024
 """Keys of a part with `invariant=True`."""
 MOST_HELD = 1 << 28
-"""Bytes of partial results that are written for the parts of `invariant=True`; where it would be more, no program has a part of
-its own."""
+"""Bytes of partial results that are written for the parts of `invariant=True`; where it would be more, one program has all parts
+of a row."""
+MOST_ROWS = 2 * DECODE_ROWS
+"""Of a tile in decoding. Where there are more rows than DECODE_ROWS their products count as much as what is read."""
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
@@ -90,6 +92,8 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
         if pass_ in STREAMING and spec.is_gpu and not problem.invariant and _ranking(problem, spec, pass_)[0].rejected:
             continue
         plans[pass_] = tile(problem, spec, pass_)
+        if pass_ == "merge":
+            plans[pass_] = merging(plans[pass_], problem, plans["decode"].splits)
     return plans
 
 
@@ -110,26 +114,28 @@ def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
 
 
 def invariant(problem: Problem, spec: DeviceSpec) -> TilePlan:
-    """The tile of `invariant=True`: no length and no number of rows or sequences is among what it follows from. Keys are split
-    into all of their parts or not at all, which changes no bits."""
+    """The tile of `invariant=True`: no length and no number of rows or sequences is among what it follows from, but for the
+    number of programs that share the parts of a row, which changes no bits."""
     x, size = _operands(problem, spec, "decode"), size_of(problem, rounded=True)
-    rows = 16 if x.dv > 128 or not spec.is_gpu else 32  # two accumulators: a part's, and that of the parts before it
-    sizes = [TilePlan(rows, n, stages, 4, pass_="decode") for n in BLOCKS[3::-1] for stages in (3, 2)]
+    longest = 2 if x.stored else 3  # bytes are converted in registers
+    sizes = [TilePlan(16, n, stages, 4, pass_="decode") for n in BLOCKS[longest::-1] for stages in (2, 3)]
     if not spec.is_gpu:
-        found = interpreted(problem, "decode", (rows, 64))
+        found = interpreted(problem, "decode", (16, 32))
     else:
         tiles = [_judge(_equipped(tile, x, size, spec), x, size, spec) for tile in sizes]
         fitting = [one.tile for one in tiles if not one.rejected]
         if not fitting:
             raise PlanError(f"tile: none of invariant=True fits {spec.name}: {tiles[-1].rejected}")
         found = next((tile for tile in fitting if not onchip.crowded(tile, x, spec)), fitting[-1])
-    batch = max(1, problem.batch)
-    parts = max(1, -(-problem.seqlen_k // batch // SPAN))
-    programs = (problem.seqlen_q * problem.group // rows + batch) * problem.kv_heads
-    held = 4 * parts * problem.seqlen_q * problem.heads * problem.head_dim_v
-    split = parts > 1 and programs < 8 * max(1, spec.units) and held <= MOST_HELD
+    parts = max(1, -(-problem.seqlen_k // max(1, problem.batch) // SPAN))
+    splits = min(found.splits, parts) if held(problem, parts) <= MOST_HELD else 1
     reasons = (f"invariant: parts of {SPAN} keys, whatever the batch is", *found.reasons)
-    return replace(found, splits=parts if split else 1, source="table", reasons=reasons)
+    return replace(found, splits=splits, source="table", reasons=reasons)
+
+
+def held(problem: Problem, parts: int) -> int:
+    """Bytes of so many partial results of each row."""
+    return 4 * parts * problem.seqlen_q * problem.heads * problem.head_dim_v
 
 
 def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
@@ -157,7 +163,7 @@ def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     if entry is None:
         return ranking[0].tile
     sizes = TilePlan(entry.block_q, entry.block_k, 1, entry.warps, pass_=pass_)
-    if pass_ == "decode":  # as many rows as there are
+    if pass_ == "decode" and entry.block_q < DECODE_ROWS:  # as many rows as there are
         sizes = replace(sizes, block_q=_packed_rows(size_of(problem)))
     sizes = replace(sizes, stages=onchip.stages_of(entry.num_stages, sizes, spec))
     return _measured(problem, spec, sizes, f"tuned: {entry}")
@@ -265,6 +271,7 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         blocks=lists.block_sizes(problem.program) if listed else (0, 0),
         paged=problem.page > 0,
         stored=1 if problem.stored else 0,
+        in_parts=problem.invariant,
         plain=plain and not problem.stored and problem.program.structure in ("", "b"),
     )
 
@@ -273,10 +280,11 @@ def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterat
     blocks = SMALL_BLOCKS if x.fp16_split and spec.capability and spec.capability[0] == 10 else BLOCKS
     if pass_ == "decode":
         wide = x.paged and max(x.d, x.dv) > 256  # latents: 64 rows of them take more than the registers of four warps
-        for block_q in (rows for rows in (16, 32, 64) if wide or rows >= _packed_rows(size)):
+        packed = min(DECODE_ROWS, _packed_rows(size)) if wide else _packed_rows(size)
+        for block_q in (rows for rows in (16, 32, 64) if wide or rows >= packed) if packed <= DECODE_ROWS else (64, 128):
             for block_k in BLOCKS:
                 for stages in (1, 2, 3):
-                    for warps in (4, 8) if wide else (4,):
+                    for warps in (4, 8) if wide or block_q > DECODE_ROWS else (4,):
                         yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
         return
     for block_q in blocks:
@@ -289,8 +297,8 @@ def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterat
 
 
 def _packed_rows(size: Size) -> int:
-    """Rows of a tile that holds the queries of a group of heads."""
-    return min(DECODE_ROWS, power_of_two(size.rows * size.group))
+    """Rows of a tile that holds the queries of a group of heads, or many of them: of sequences that share a prefix."""
+    return min(MOST_ROWS, power_of_two(size.rows * size.group))
 
 
 def _equipped(tile: TilePlan, x: Operands, size: Size, spec: DeviceSpec) -> TilePlan:

@@ -12,12 +12,22 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu import arguments as host
 from tilewise.backends.gpu.compiled import is_collecting
-from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
+from tilewise.backends.gpu.launch import (
+    Descriptor,
+    LaunchOptions,
+    bias_view,
+    describable,
+    interpreting,
+    on_hip,
+    takes_early,
+    view,
+)
 from tilewise.backends.gpu.lists import memory_pattern, walks_lists
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskArgs, MaskLayout
 from tilewise.backends.triton import onchip, plan, tune
+from tilewise.backends.triton.fixed import pieces
 from tilewise.backends.triton.listed import CallMask, and_careful, call_mask, grid, with_lists
 from tilewise.hardware import DeviceSpec, probe_cpu, probe_gpu
 from tilewise.model import TilePlan
@@ -98,7 +108,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> N
     spec = spec_of(out.device)
     recording = recorder.get(problem, key_of(problem, inputs), out.device, partial(forward_tiles, problem, spec))
     tiles: dict[str, TilePlan] = recording.plan
-    partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
+    partials = host.partial_results(out, out.shape, tiles["decode"].splits) if "merge" in tiles else ()
     parts = fp16_parts(problem, inputs[:3]) if "forward" in tiles else ()
     mask = call_mask(problem, inputs, tiles)
     tensors = (*inputs, out, lse, *partials, *parts, *mask.tensors, *mask.flags)
@@ -137,7 +147,7 @@ def forward_launches(
         programs = grid(problem, rows, tile.block_q, heads) * tile.splits
         if partials:
             a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
-            config = config._replace(SPLIT=True)
+            config = config._replace(SPLIT=True, EARLY=merges_early(spec))
         _, k, v = parts or inputs[:3]
         args = (a, *descriptors(k, v, tile.block_k, maps))
         return Launch(forward_kernel, programs, args, config, options(tile, spec))
@@ -148,8 +158,8 @@ def forward_launches(
         tile = tiles["merge"]
         a, config = arguments(problem, inputs, out, lse, replace(tile, splits=tiles["decode"].splits), mask)
         programs = -(-problem.seqlen_q // tile.block_q) * out.shape[0] * problem.heads
-        args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
-        launches.append(Launch(merge_kernel, programs, args, config, options(tile, spec)))
+        args, config = (a, host.split_view(partials[0]), partials[1]), in_pieces(config, tile)._replace(MASK=MaskLayout())
+        launches.append(merging(Launch(merge_kernel, programs * pieces(tile), args, config, options(tile, spec)), spec))
     return launches
 
 
@@ -263,6 +273,23 @@ def arguments(
     config = host.config_for(problem, inputs, dot_precision(problem, on_hip()))
     config = config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
     return (a, config) if mask is None else with_lists(a, config, tile, mask)
+
+
+def merges_early(spec: DeviceSpec) -> bool:
+    """Is the kernel that merges launched before those whose results it waits for have ended?"""
+    return takes_early(spec.capability)
+
+
+def merging(launch: Launch, spec: DeviceSpec) -> Launch:
+    """The launch of a kernel that merges."""
+    if launch.options is None or not merges_early(spec):
+        return launch
+    return launch._replace(config=launch.config._replace(EARLY=True), options=launch.options._replace(early=True))
+
+
+def in_pieces(config: KernelConfig, tile: TilePlan) -> KernelConfig:
+    """The merge's config: a program has some of a row's columns."""
+    return config._replace(BLOCK_DV=config.BLOCK_DV // pieces(tile))
 
 
 def worth_maps(problem: Problem) -> bool:

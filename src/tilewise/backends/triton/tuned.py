@@ -12,7 +12,8 @@ from typing import Any
 
 from tilewise.backends.gpu.lists import block_sizes, walks_lists
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.problem import Problem
+from tilewise.model.gpu import power_of_two, size_of
+from tilewise.problem import DECODE_ROWS, Problem
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,18 @@ class Tuned:
             and self.packed in (None, problem.varlen)
             and (not self.features or not set(self.features).isdisjoint(features_of(problem)))
             and (not self.fills or self.is_filling(problem, spec))
+            and (pass_ != "decode" or self.decodes(problem, spec))
         )
+
+    def decodes(self, problem: Problem, spec: DeviceSpec) -> bool:
+        """Entries of 16 rows are about all calls that take little beside reading keys, of which there are as many tiles as
+        multiprocessors: smaller tiles are faster where there are fewer. Of more rows than DECODE_ROWS, of sequences that share
+        pages, the model knows more."""
+        size = size_of(problem)
+        rows = power_of_two(size.rows * size.group)
+        if rows < DECODE_ROWS or not problem.page:
+            return self.block_q == 16 and size.kv_tasks * -(-size.keys // self.block_k) >= spec.units
+        return self.block_q == rows
 
     def is_filling(self, problem: Problem, spec: DeviceSpec) -> bool:
         """Is it a plain call whose forward has a tile for each multiprocessor?"""
@@ -121,6 +133,7 @@ TUNED: tuple[Tuned, ...] = (
           "bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392"),
     _h200("decode", 128, 2, (16, 128, 3, 4), "record gpu-parts, decode",
           "B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59"),
+    _h200("decode", 128, 2, (64, 64, 3, 4), _COMPILED, "bf16 pages: 0 spills in loops; 64×128 w4 s3 11, s2 6"),
     _h200("forward", 256, 2, (128, 64, 2, 8), _TODAY,
           "bf16 4×8 heads, 2k causal 0.210 ms; 128×32 w8 s2 0.293, 64×64 w8 s2 0.343", spills=9),
     _h200("backward_dkdv", 256, 2, (64, 64, 2, 8), _TODAY,

@@ -13,7 +13,7 @@ from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.orders import host_order
 from tilewise.backends.hopper.plan import config_of, tiles
-from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
+from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows, Unaligned
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
@@ -103,7 +103,7 @@ def prepost_arguments(problem: Problem, config: KeysConfig, stat_blocks: int, wi
         out=anywhere,
         dout=anywhere,
         dq=anywhere,
-        lse_ptr="*fp32",
+        lse_ptr=Unaligned("*fp32"),
         dlse_ptr="*fp32" if with_dlse else None,
         stats_ptr="*fp32",
         dq_ptr="*fp32",

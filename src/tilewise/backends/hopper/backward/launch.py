@@ -75,15 +75,15 @@ class Again(NamedTuple):
         self, problem: Problem, steps: tuple[Step, ...], plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
     ) -> list[Launch]:
         flag, (q, k, v, dout) = self.copies.flag, self.copies.parts(*self.inputs[:3], memory.dout)
-        keys = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.k, k), (memory.v, v)), True, self.added)
-        queries = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.q, q), (memory.dout, dout)), False)
-        if plan.dq:
-            sums = queries.args[0]._replace(cleared=sums_of(plan, memory), size=plan.dq)
-            queries = queries._replace(args=(sums,))
+        keys, queries = ((memory.k, k), (memory.v, v)), ((memory.q, q), (memory.dout, dout))
+        added = None if self.added is None else (self.added, self.added.numel())
+        sums = (sums_of(plan, memory), plan.dq) if plan.dq else None
+        hidden = hidden_launch(problem, self.inputs, self.mask, flag, keys, queries, (added, sums))
         clean: Any = memory._replace(q=q, k=k, v=v, dout=dout)  # type: ignore[arg-type]  # parts, of which maps are made
         main = [step for step in steps if isinstance(step.arguments, Arguments)]
-        main = [step._replace(arguments=step.arguments._replace(bias_again=1)) for step in main]
-        return [keys, queries, *(launch_of(step, plan, clean, terms) for step in main)]
+        second = {"bias_flag": self.copies.second, "bias_again": 1}
+        main = [step._replace(arguments=step.arguments._replace(**second)) for step in main]
+        return [hidden, *(launch_of(step, plan, clean, terms) for step in main)]
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
@@ -91,9 +91,10 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     out, lse, dout, dlse, needs = given
     if needs.dbias and inputs.bias is not None:
         problem = with_bias_gradient(problem)
-    lse = lse.contiguous()  # a part of the queries may lie within more of them
+    if lse.stride(2) != 1:
+        lse = lse.contiguous()
     q, k, v = inputs[:3]
-    strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
+    strides = [None if x is None else x.stride() for x in (q, k, v, out, lse, dout, dlse)]
     key = ("hopper backward", q.device, *strides, features_key(inputs), needs.dbias)
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
@@ -250,6 +251,8 @@ def launch_of(step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term,
             dout=plane(memory.dout),
             dq=plane(memory.dq),
             lse_ptr=memory.lse,
+            lse_b=memory.lse.stride(0),
+            lse_h=memory.lse.stride(1),
             dlse_ptr=memory.dlse,
             cu_q=memory.cu_q,
             **scratch,

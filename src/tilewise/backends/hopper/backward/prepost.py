@@ -81,7 +81,8 @@ def preprocess_kernel(a, C: gl.constexpr):
     m = gl.arange(0, M, delta.type.layout)
     ok = m < left
     at = (row * a.heads.value + h).to(gl.int64) * a.len_q + token + m
-    lse = gl.load(a.lse_ptr + at, mask=ok, other=-INF)
+    lse_at = row.to(gl.int64) * a.lse_b + h.to(gl.int64) * a.lse_h + token + m
+    lse = gl.load(a.lse_ptr + lse_at, mask=ok, other=-INF)
     # an empty row has no weights; gradients that reach it have no effect
     none = lse == -INF
     delta = gl.where(none, 0.0, delta)

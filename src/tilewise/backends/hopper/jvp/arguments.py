@@ -32,7 +32,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, moving: Moving 
     heads = problem.heads * (1 if problem.varlen else problem.batch)
     programs = min(blocks * heads, spec.units)
     order: Any = None
-    if mask.band and not problem.varlen:
+    if mask.uneven and not problem.varlen:
         order = forward_order(problem, mask, config, spec.units, moving=2)
     elif config.ORDERED:
         order = "*i32"  # written on the device

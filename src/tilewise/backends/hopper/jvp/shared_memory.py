@@ -32,7 +32,7 @@ def views(config: JvpConfig) -> int:
 
 def arguments(config: JvpConfig, mask: IntervalMask) -> int:
     """Numbers and addresses, as far as a role reads them."""
-    ordered = (config.BAND and not config.VARLEN) or config.ORDERED
+    ordered = (mask.uneven and not config.VARLEN) or config.ORDERED
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     batch = 3 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths, their number and whose tiles are, or heads
     numbers = 2 + 1 + 1 + 1 + 1  # of the group's divisor; queries, last query, last block, scale of logarithms
