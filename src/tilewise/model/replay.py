@@ -7,13 +7,14 @@ so near the capacity a read is lost with the probability that a set of so many w
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilewise.model.grid import Bools, Ints, grid_of
 from tilewise.model.schedules import stat_size
-from tilewise.model.tile import TilePlan, WorkOrder
+from tilewise.model.tile import OrderOf, TilePlan, WorkOrder
 from tilewise.problem import Problem
 
 EDGES = 0.8
@@ -44,14 +45,25 @@ STREAM, SUMS, HELD, RESULT = range(4)
 
 def played(problem: Problem, tile: TilePlan, units: int, kept: float) -> Played | None:
     """None where the order is not known before the call; `kept`: bytes that the cache keeps for all units."""
-    order = tile.order(problem, units) if tile.order is not None else None
-    if order is None or not problem.seqlen_q or not problem.seqlen_k:
+    if tile.order is None or not problem.seqlen_q or not problem.seqlen_k:
+        return None
+    play = _remembered if problem.mask.static else _play
+    return play(problem, tile, tile.order, units, kept)
+
+
+def _play(problem: Problem, tile: TilePlan, order_of: OrderOf, units: int, kept: float) -> Played | None:
+    order = order_of(problem, units)
+    if order is None:
         return None
     grid = grid_of(problem, tile.block_q, tile.block_k)
     if grid.map.per_batch or grid.map.per_head:
         return None
     visited = next(grid.heads()).visited
     return _played(_reads(problem, tile, visited.T if tile.holds_keys else visited, order), kept)
+
+
+_remembered = lru_cache(maxsize=512)(_play)
+"""A play takes up to a second, and a plan, its table and its rivals ask for the same."""
 
 
 def _played(reads: Reads, kept: float) -> Played:
@@ -78,27 +90,28 @@ def overflow(filled: Any) -> Any:
 def stack_distances(tile: Ints, size: Ints) -> tuple[Any, Bools]:
     """For each touch but a tile's first: the bytes of the different tiles touched since its last. And which touches those are.
 
-    They are those since whose own last touch lies before the tile's; counted for all touches at once, in blocks of 2, 4, 8, …
+    They are those since whose own last touch lies before the tile's. Touches, ordered by their last, are halved by their place
+    until each stands alone; at each halving those of a right half count what those of the left half have before them.
     """
     count = len(tile)
     by_tile = np.argsort(tile, kind="stable")
     same = tile[by_tile][1:] == tile[by_tile][:-1]
     last = np.full(count, -1, dtype=np.int64)
     last[by_tile[1:][same]] = by_tile[:-1][same]
-    place, by_last = np.arange(count), np.argsort(last, kind="stable")
-    before = np.zeros(count)
-    half = 1
-    while half < count:
-        pair = place // (2 * half)
-        at = by_last[np.argsort(pair[by_last], kind="stable")]  # by pair of blocks, in it by the last touch
-        left = (at // half) % 2 == 0
-        passed = np.cumsum(np.where(left, size[at], 0))
-        starts = np.flatnonzero(np.diff(pair[at], prepend=-1))
-        passed -= np.repeat(np.concatenate([[0], passed])[starts], np.diff(starts, append=count))
-        before[at[~left]] += passed[~left]
-        half *= 2
+    places = 1 << (count - 1).bit_length()
+    sizes, before = (np.zeros(places) for _ in range(2))
+    sizes[:count] = size
+    at = np.concatenate([np.argsort(last, kind="stable"), np.arange(count, places)]).astype(np.int32)
+    half = places // 2
+    while half:
+        left = at & half == 0
+        passed = np.cumsum(np.where(left, sizes[at], 0.0).reshape(-1, 2 * half), axis=1).reshape(-1)
+        halves = at[left], at[~left]
+        before[halves[1]] += passed[~left]
+        at = np.stack([part.reshape(-1, half) for part in halves], axis=1).reshape(-1)
+        half //= 2
     again = last >= 0
-    return (before - np.concatenate([[0], np.cumsum(size)])[last + 1])[again], again
+    return (before[:count] - np.concatenate([[0], np.cumsum(size)])[last + 1])[again], again
 
 
 def _reads(problem: Problem, tile: TilePlan, visited: Bools, order: WorkOrder) -> Reads:

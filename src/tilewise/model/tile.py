@@ -32,6 +32,9 @@ class WorkOrder(NamedTuple):
     head by head from the first tile to the last."""
 
 
+OrderOf = Callable[[Any, int], WorkOrder | None]
+
+
 @dataclass(frozen=True)
 class TilePlan:
     """A kernel's tile: `block_q` query rows against `block_k` keys.
@@ -70,7 +73,7 @@ class TilePlan:
     """Blocks that a unit holds at once. 0: not known."""
     persistent: bool = False
     """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
-    order: Callable[[Any, int], WorkOrder | None] | None = field(default=None, compare=False, repr=False)
+    order: OrderOf | None = field(default=None, compare=False, repr=False)
     """That order, of a problem on a device of so many units; None where the device decides it in the call."""
     reasons: tuple[str, ...] = ()
     fault: str = ""

@@ -6,7 +6,7 @@ The launches are made from `tiles` and `config_of`, and from no other place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.backward.choose import (
@@ -30,7 +30,7 @@ from tilewise.backends.hopper.orders import work_order
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.model.tile import TilePlan, refusal
+from tilewise.model.tile import OrderOf, TilePlan, refusal
 from tilewise.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -181,10 +181,16 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
         persistent=not around,
-        order=None if around or pass_ == "jvp" else partial(work_order, config),
+        order=None if around or pass_ == "jvp" else _order_of(config),
         reasons=("asked for" if asked else reason,),
     )
     return Planned(tile, config)
+
+
+@lru_cache(maxsize=256)
+def _order_of(config: Any) -> OrderOf:
+    """The same for the same config, so that the model knows it again."""
+    return partial(work_order, config)
 
 
 def bytes_of(problem: Problem, kernel: str, config: Any) -> tuple[tuple[str, int], ...]:
