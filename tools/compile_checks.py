@@ -106,6 +106,8 @@ PORTABLE = (
     portable("pages of 3", "decode", page=3, targets=("sm_80",), **PAGES),
     portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, **PAGES),
     portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", targets=TWO, **PAGES),
+    portable("pages of float8, fp32", "decode", dtype="float32", page=64, stored="float8_e4m3fn", scaled="head", few=True,
+             targets=HOPPER_ONLY, **PAGES),
     portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
              **(PAGES | {"heads": 16, "kv_heads": 1})),
     portable("pages of 16, 256 rows", "decode", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (64, 64)})),

@@ -105,11 +105,11 @@ def _columns(at, stride, ok, FIRST: tl.constexpr, WIDTH: tl.constexpr, PADDED: t
         if WIDTH >= PADDED:
             return tl.load(where)
         else:
-            return tl.load(where, mask=(cols < FIRST + WIDTH)[None, :], other=0)
+            return tl.load(where, mask=(cols < FIRST + WIDTH)[None, :], other=0.0)
     elif WIDTH >= PADDED:
-        return tl.load(where, mask=ok[:, None], other=0)
+        return tl.load(where, mask=ok[:, None], other=0.0)
     else:
-        return tl.load(where, mask=ok[:, None] & (cols < FIRST + WIDTH)[None, :], other=0)
+        return tl.load(where, mask=ok[:, None] & (cols < FIRST + WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
