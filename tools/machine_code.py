@@ -272,10 +272,7 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     if config.QUICK:  # without a mask a step may weigh once more, and what it has begun ahead too
         parts = pieces_of.fn(config.BLOCK_N // 4, config.QUICK)
         begun = 2 * sum(len(part[: config.QUICK_AHEAD]) for part in parts[1:])
-        quick = config.BLOCK_N + begun
-        if entropy:  # a product for each weight, and two rows' spread moved before each piece but the first, and with the tile
-            quick = 2 * quick + 2 * (config.QUICK - 1) + 4
-        weighed[-config.WARPGROUPS :] = [quick + 2 + alibi] * config.WARPGROUPS
+        weighed[-config.WARPGROUPS :] = [weighed[0] + config.BLOCK_N // 2 + begun] * config.WARPGROUPS
     # products take 16 columns of their left operand, for each accumulator
     held = (config.BLOCK_N * accumulators(config.V_COLUMNS, config.BLOCK_DV) + config.Q_IN_REGISTERS) // 16
     products = ((config.QK_COLUMNS or config.BLOCK_D) - config.Q_IN_REGISTERS) // 16 + held

@@ -120,11 +120,11 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
 
 
 def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:
-    """`quick_softmax_step`'s assembly: weights, and a thread's sums, m, factors, largest scores and spreads, which stand in its
-    first five groups of columns. A warp has 16 rows."""
+    """`quick_softmax_step`'s assembly: weights, and a thread's sums, m and factors, which stand in its first three groups of
+    columns. A warp has 16 rows."""
     scores = torch.stack([even.value, odd.value], -1) * getattr(scale, "value", scale)  # [64, groups, lanes, 2]
     largest, total, weights = m.value.expand(64, 1, 1)[..., None].clone(), torch.zeros(64, 4), torch.zeros(64, 0, 4, 2)
-    factors, spread = torch.ones(64, 1, 1, 1), torch.zeros(64, 4)
+    factors = torch.ones(64, 1, 1, 1)
     fours = scores.shape[1] // 2
     for piece in scores.tensor_split([i * fours // pieces * 2 for i in range(1, pieces)], dim=1):
         found = torch.exp2(piece - largest)
@@ -136,14 +136,9 @@ def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple
         factor = torch.where(high, torch.exp2(largest - shift), 1.0)
         found = torch.where(high, torch.exp2(piece - shift), found)
         weights, factors = torch.cat([weights * factor, found], 1), factors * factor
-        moved = (largest - shift).clamp(min=-300.0)[:, 0, :, 0]
-        spread = (spread + moved * total) * factor[:, 0, :, 0] + (found * (piece - shift)).sum(dim=(1, 3))
         total, largest = total * factor[:, 0, :, 0] + found.sum(dim=(1, 3)), raised
     told = torch.zeros_like(even.value)
     told[:, 0], told[:, 1], told[:, 2] = total, largest[:, 0, :, 0].expand(64, 4), factors[:, 0, :, 0].expand(64, 4)
-    pairs = torch.stack([even.value, odd.value])
-    told[:, 3] = pairs.where(~pairs.isnan(), -torch.inf).amax(dim=(0, 2))
-    told[:, 4] = spread
     return Value(weights[..., 0]), Value(weights[..., 1]), Value(told)
 
 

@@ -190,11 +190,11 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
 def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:
     """What `Config.QUICK`, `QUICK_AHEAD` and `FOURS` say. Pieces as timed on an H200; with them ALiBi, softcap, dropout, values
     of another width and head dims below 64 took 1 to 8 % longer, 256 columns 1 % less, and ptxas 12.8 lost addresses there.
-    Statistics beside them leave three warpgroups too few registers."""
+    Statistics want maxima."""
     plain = not (problem.bias is not None or problem.alibi or problem.softcap or problem.dropout_p)
     if not plain or problem.head_dim < 64 or tile.BLOCK_D != tile.BLOCK_DV or tile.BLOCK_D == 256:
         return {}
-    if problem.stats and tile.WARPGROUPS == 3:
+    if problem.stats:
         return {"FOURS": True}
     if tile.BLOCK_D == 128 and tile.BLOCK_N == 128:
         pieces = 2 if roomy else 4

@@ -52,7 +52,7 @@ from tilewise.backends.hopper.quads import drop_quads, quad_words
 from tilewise.backends.hopper.quick_softmax import quick_softmax_step
 from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, stage, units, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
-from tilewise.backends.hopper.statistics import first_seen, next_seen, with_tile
+from tilewise.backends.hopper.statistics import first_seen, next_seen
 from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
 from tilewise.backends.hopper.zeroing import zero_unseen_listed
 
@@ -201,7 +201,7 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p_tile, m, _, top = weights(s_tile, m, True, a, C)
     l = lane_sum(p_tile, C.FOURS)
-    seen = first_seen(s_tile, p_tile, m, l, top, a, C)
+    seen = first_seen(s_tile, p_tile, m, top, a, C)
     if C.QUADS:
         p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
     elif C.DROPOUT:
@@ -311,11 +311,8 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if MASKED:
         s_tile = visible_scores(s_tile, rows, key0, words, C)
     if C.QUICK > 0 and not MASKED:
-        scale = exp2_scale(a, C)
-        p_tile, m, rescale, added, told = quick_softmax_step(
-            s_tile, state.m, scale, C.QUICK, C.QUICK_AHEAD, C.STATS != "", C.STATS == "entropy"
-        )
-        seen = with_tile(state, m, rescale, told, C)
+        p_tile, m, rescale, added = quick_softmax_step(s_tile, state.m, exp2_scale(a, C), C.QUICK, C.QUICK_AHEAD)
+        seen = state.seen
     else:
         p_tile, m, rescale, top = weights(s_tile, state.m, MASKED, a, C)
         added = lane_sum(p_tile, C.FOURS)

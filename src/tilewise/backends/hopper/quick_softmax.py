@@ -4,8 +4,7 @@ m only has to be near the running maximum (`softmax_step`), and a sum of weights
 2**8, so is every weight. A step sums anyway, so it looks at these. A warp of which a row has a larger one, or has seen no key
 before, or holds a NaN, then weighs once more, and m is raised as ever: for a row, whatever the others do. That spares most steps
 a comparison for each score, and the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one
-piece of assembly. Where no m is raised the results are `softmax_step`'s, to the bit. Statistics (`statistics.py`) are taken
-beside it, by lane, and nothing waits for them.
+piece of assembly. Where no m is raised the results are `softmax_step`'s, to the bit.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ MOST = "0f43800000"  # 2**8
 SLACK = "0f41000000"  # 8
 NEVER = "0fFF800000"  # -inf
 ONE = "0f3F800000"
-ZERO = "0f00000000"
-FLOOR = "0fC3960000"  # -300: what lies further below is multiplied by 0, and must be finite
 
 
 @gluon.constexpr_function
@@ -28,29 +25,22 @@ def pieces_of(n, pieces):
 
 
 @gluon.constexpr_function
-def _weighing(n, pieces, ahead, stats, spread):
+def _weighing(n, pieces, ahead):
     """Of a thread with n pairs of adjacent scores, in turn of its two rows. Weights of even columns from $0 on, of odd ones from
-    $n on; from $(2n) on the rows' sums, their m and their factors; with `stats` their largest scores, with `spread` Σ p (x - m)
-    by the new m. Scores from $(3n) and $(4n) on, m from $(5n) on, $(6n) the scale. Scores are needed until their piece's sum has
-    been looked at, so more pieces need fewer registers. `ahead`: exp2 of so many pairs of a piece is begun before the sums of the
-    one before it, for it takes a while."""
+    $n on; from $(2n) on the rows' sums, their m and their factors. Scores from $(3n) and $(4n) on, m from $(5n) on, $(6n) the
+    scale. Scores are needed until their piece's sum has been looked at, so more pieces need fewer registers. `ahead`: exp2 of so
+    many pairs of a piece is begun before the sums of the one before it, for it takes a while."""
     scale = f"${6 * n}"
-    sums, ms, factors, tops, spreads = ([f"${2 * n + first + row}" for row in range(2)] for first in (0, 2, 4, 6, 8))
+    sums, ms, factors = ([f"${2 * n + first + row}" for row in range(2)] for first in (0, 2, 4))
 
-    def weigh(piece, less, gaps=("own0", "own1"), fresh=True):
-        """Relative to minus m, or to another number of the rows; `gaps`: where weights times logarithms are added up."""
+    def weigh(piece, less):
+        """Relative to minus m, or to another number of the rows."""
         lines = [] if less != ms else [f"neg.f32 less{row}, {ms[row]};" for row in range(2)]
-        lines += [f"mov.f32 {one}, {ZERO};" for one in gaps if spread and fresh]
         for i in piece:
             for where in (i, n + i):
-                gap = "x" if spread else f"${where}"
-                lines += [f"fma.rn.f32 {gap}, ${3 * n + where}, {scale}, less{i & 1};", f"ex2.approx.ftz.f32 ${where}, {gap};"]
-                lines += [f"fma.rn.f32 {gaps[i & 1]}, ${where}, {gap}, {gaps[i & 1]};"] * spread
+                lines += [f"fma.rn.f32 ${where}, ${3 * n + where}, {scale}, less{i & 1};"]
+                lines += [f"ex2.approx.ftz.f32 ${where}, ${where};"]
         return lines
-
-    def largest(piece):
-        """The largest scores, with a piece's."""
-        return [f"max.f32 {tops[i & 1]}, {tops[i & 1]}, ${3 * n + where};" for i in piece for where in (i, n + i)] * bool(stats)
 
     def add(piece):
         """Sums of two pairs to the rows' sums, as `lane_sum` has it; `more`: one of them is too large."""
@@ -72,34 +62,28 @@ def _weighing(n, pieces, ahead, stats, spread):
             lines += [f"shfl.sync.bfly.b32 y, x, {lane}, 31, -1;", "max.f32 x, x, y;"]
         before = [f"${half * n + i}" for i in range(row, piece[0], 2) for half in range(2)]
         m, older = ms[row], (factors[row], *([sums[row]] if before else []), *before)  # sums: without the piece
-        moved = []
-        if before and spread:
-            older += (spreads[row],)
-            moved = [f"max.f32 z, y, {FLOOR};", f"fma.rn.f32 {spreads[row]}, z, {sums[row]}, {spreads[row]};"]
         return [
             *lines, f"mul.rn.f32 x, x, {scale};", f"add.rn.f32 y, {m}, {SLACK};", "setp.gt.f32 more, x, y;",
             f"selp.f32 x, x, {m}, more;", f"setp.eq.f32 more, x, {NEVER};", "neg.f32 y, x;",
-            f"selp.f32 less{row}, {ZERO}, y, more;", f"add.rn.f32 y, {m}, less{row};", *moved, "ex2.approx.ftz.f32 y, y;",
+            f"selp.f32 less{row}, 0f00000000, y, more;", f"add.rn.f32 y, {m}, less{row};", "ex2.approx.ftz.f32 y, y;",
             *(f"mul.rn.f32 {one}, {one}, y;" for one in older), f"mov.f32 {m}, x;",
         ]  # fmt: skip
 
     lines = [
         ".reg .f32 x, y, x0, x1, y0, y1, t0, t1, less0, less1;",
-        *(".reg .f32 z, own0, own1, next0, next1;",) * spread,
         ".reg .pred more, any;",
         *(f"mov.f32 {ms[row]}, ${5 * n + row};" for row in range(2)),
         *(f"mov.f32 {factors[row]}, {ONE};" for row in range(2)),
-        *(f"mov.f32 ${2 * n + i}, {NEVER if stats and i < 8 else ZERO};" for i in range(6, n)),
+        *(f"mov.f32 ${2 * n + i}, 0f00000000;" for i in range(6, n)),
     ]
     parts = [*pieces_of(n, pieces), range(0)]
     lines += weigh(parts[0], ms)
     for number in range(pieces):
         piece, following = parts[number : number + 2]
-        begun = weigh(following[:ahead], ms, ("next0", "next1"))
+        begun = following[:ahead]
         start = [] if number == 0 else [f"mov.f32 t{row}, {sums[row]};" for row in range(2)]
         lines += [
-            *begun,
-            *largest(piece),
+            *weigh(begun, ms),
             *start,
             *add(piece),
             "vote.sync.any.pred any, more, -1;",
@@ -109,14 +93,11 @@ def _weighing(n, pieces, ahead, stats, spread):
             *weigh(piece, ("less0", "less1")),
             *start,
             *add(piece),
-            *begun,
+            *weigh(begun, ms),
             f"LOW{number}_${{:uid}}:",
             *(f"mov.f32 {sums[row]}, t{row};" for row in range(2)),
+            *weigh(following[ahead:], ms),
         ]
-        if spread:
-            lines += [f"add.f32 {spreads[row]}, {spreads[row]}, own{row};" for row in range(2)]
-            lines += [f"mov.f32 own{row}, next{row};" for row in range(2)]
-        lines += weigh(following[ahead:], ms, fresh=False)
     return "{ " + " ".join(lines) + " }"
 
 
@@ -148,11 +129,10 @@ def _first(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constexpr, STATS: gl.constexpr, SPREAD: gl.constexpr):
-    """`softmax_step`'s weights, m and factor, and by lane the sums of weights, the largest scores and the spread, of
-    which no use is made where they are not asked for."""
+def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constexpr):
+    """`softmax_step`'s weights, m and factor, and the sums of weights by lane."""
     N: gl.constexpr = s_tile.type.shape[1]
-    ASM: gl.constexpr = _weighing(N // 4, PIECES, AHEAD, STATS, SPREAD)
+    ASM: gl.constexpr = _weighing(N // 4, PIECES, AHEAD)
     OPERANDS: gl.constexpr = _operands(N // 4)
     parts = gl.reshape(s_tile, [64, N // 8, 4, 2])
     even, odd = gl.split(parts)
@@ -162,15 +142,8 @@ def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constex
         ASM, OPERANDS, [even, odd, rows, scale], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=N // 4
     )
     p_tile = gl.convert_layout(gl.reshape(gl.join(even, odd), [64, N]), s_tile.type.layout, assert_trivial=True)
-    # what is told stands in the first five of the thread's groups of columns: sums, m, factor, largest, spread
-    even, odd = gl.split(gl.reshape(gl.permute(told, (0, 2, 1)), [64, 4, N // 16, 2]))
-    sums, factor = gl.split(gl.reshape(even, [64, 4, N // 32, 2]))
-    raised, largest = gl.split(gl.reshape(odd, [64, 4, N // 32, 2]))
-    sums, spread = gl.split(gl.reshape(sums, [64, 4, N // 64, 2]))
+    told, raised = gl.split(gl.reshape(gl.permute(told, (0, 2, 1)), [64, 4, N // 16, 2]))
+    sums, factor = gl.split(gl.reshape(told, [64, 4, N // 32, 2]))
     SUMS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
-    added = gl.convert_layout(_first(sums, N // 64), SUMS, assert_trivial=True)
-    seen = (
-        gl.convert_layout(_first(largest, N // 32), SUMS, assert_trivial=True) * scale,
-        gl.convert_layout(_first(spread, N // 64), SUMS, assert_trivial=True),
-    )
-    return p_tile, _by_row(_first(raised, N // 32), m), _by_row(_first(factor, N // 32), m), added, seen
+    added = gl.convert_layout(_first(sums, N // 32), SUMS, assert_trivial=True)
+    return p_tile, _by_row(_first(raised, N // 16), m), _by_row(_first(factor, N // 32), m), added

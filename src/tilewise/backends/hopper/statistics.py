@@ -2,7 +2,7 @@
 
     with p = exp2(x - m) and l = Σ p:   largest = max x,   spread = Σ p (x - m),   so that the entropy is log2 l - spread / l
 
-A raised m shifts every term: spread = rescale · (spread + (m_old - m_new) · l). Units are those of `softmax_step`, and both are
+A raised m shifts every term: spread = rescale · (spread + (m_old - m_new) · l). Units are those of `softmax_step`, and spread is
 kept by lane, as l is. Dropout and sinks take no part.
 """
 
@@ -45,16 +45,14 @@ def tile_spread(s_tile, p_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
 
 
 @gluon.jit
-def first_seen(s_tile, p_tile, m, l, top, a, C: gl.constexpr):
+def first_seen(s_tile, p_tile, m, top, a, C: gl.constexpr):
     """The statistics of a work tile's first key tile, () where none are wanted."""
     if C.STATS == "":
         return ()
+    elif C.STATS == "max":
+        return (top,)
     else:
-        largest, _ = gl.broadcast(by_lane(top, l), l)
-        if C.STATS == "max":
-            return (largest,)
-        else:
-            return largest, tile_spread(s_tile, p_tile, m, True, a, C)
+        return top, tile_spread(s_tile, p_tile, m, True, a, C)
 
 
 @gluon.jit
@@ -63,25 +61,13 @@ def next_seen(state, s_tile, p_tile, step, MASKED: gl.constexpr, a, C: gl.conste
     m, rescale, top = step
     if C.STATS == "":
         return ()
-    else:
-        largest = by_lane(top, state.l)
-        if C.STATS == "max":
-            return with_tile(state, m, rescale, (largest,), C)
-        else:
-            return with_tile(state, m, rescale, (largest, tile_spread(s_tile, p_tile, m, MASKED, a, C)), C)
-
-
-@gluon.jit
-def with_tile(state, m, rescale, tile, C: gl.constexpr):
-    """The statistics so far with those of a tile."""
-    if C.STATS == "":
-        return ()
     elif C.STATS == "max":
-        return (gl.maximum(state.seen[0], tile[0]),)
+        return (gl.maximum(state.seen[0], top),)
     else:
         moved = gl.where(state.m == -INF, 0.0, state.m - m)  # at first there is nothing to shift
-        spread = state.seen[1] + by_lane(moved, state.l) * state.l
-        return gl.maximum(state.seen[0], tile[0]), spread * by_lane(rescale, state.l) + tile[1]
+        added = tile_spread(s_tile, p_tile, m, MASKED, a, C)
+        spread = state.seen[1] + by_lane(moved, added) * state.l
+        return gl.maximum(state.seen[0], top), spread * by_lane(rescale, added) + added
 
 
 @gluon.jit
@@ -92,8 +78,7 @@ def store_seen(seen, l, m, work, row0, a, C: gl.constexpr):
         head = work.row * a.heads.value + work.h
         at = head.to(gl.int64) * opaque(a.len_q) + work.q_start + q
         ok = q <= work.last_q
-        largest = gl.convert_layout(gl.max(seen[0], 1), m.type.layout, assert_trivial=True)  # [64]
-        gl.store(a.max_logit_ptr + at, largest * LN2, mask=ok)
+        gl.store(a.max_logit_ptr + at, seen[0] * LN2, mask=ok)
         if C.STATS == "entropy":
             total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
             spread = gl.convert_layout(gl.sum(seen[1], 1), m.type.layout, assert_trivial=True)
