@@ -20,8 +20,8 @@ pytestmark = needs_interpreter
 
 def interpret(*program: str) -> None:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *program]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.quick_interpreter", *program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 

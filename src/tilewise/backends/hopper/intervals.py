@@ -26,9 +26,14 @@ class IntervalMask(NamedTuple):
         return [Interval(term.lo, term.past - 1, term.start, term.end) for term in self.terms]
 
     @property
+    def from_left(self) -> bool:
+        """Do bands bound the first key?"""
+        return any(term.lo > -UNBOUNDED for term in self.terms)
+
+    @property
     def uneven(self) -> bool:
         """Do bands give tiles of rows or keys more or fewer of the others to visit, by where they lie?"""
-        return self.band or any(term.lo > -UNBOUNDED for term in self.terms)
+        return self.band or self.from_left
 
     def visited(self, queries: int, keys: int, block_q: int, block_k: int, *, by_key: bool = False) -> np.ndarray:
         """Key tiles that each query tile visits (by key: query tiles that visit each key tile), at least 1, int64 [tiles].

@@ -54,7 +54,8 @@ def forward_order(problem: Problem, mask: IntervalMask, config: Any, units: int,
     keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
     clusters = tuple(heads_together(problem, config, size // moving) for size in CLUSTER_BYTES)
     held = CLUSTER_BYTES[1] // moving // kv_bytes(problem, config) * problem.group
-    return evened(best_order(keys, heads, clusters, min(len(keys) * heads, units), held), keys, clusters[0])
+    order = best_order(keys, heads, clusters, min(len(keys) * heads, units), held)
+    return evened(order, keys, clusters[0]) if mask.from_left else order
 
 
 def grad_order(problem: Problem, mask: IntervalMask, config: KeysConfig | QueriesConfig, units: int) -> np.ndarray:
@@ -68,7 +69,8 @@ def grad_order(problem: Problem, mask: IntervalMask, config: KeysConfig | Querie
     together = heads_fitting(problem, config, heads)
     clusters = tuple(n for n in range(together, heads + 1) if heads % n == 0)
     held = heads if LOCAL * int(times.max(initial=0)) <= stream else together
-    return evened(best_order(times, heads, clusters, min(len(times) * heads, units), held), times, clusters[0])
+    order = best_order(times, heads, clusters, min(len(times) * heads, units), held)
+    return evened(order, times, clusters[0]) if mask.from_left else order
 
 
 def heads_together(problem: Problem, config: Any, size: int) -> int:

@@ -85,6 +85,7 @@ def evened(order: np.ndarray, keys: np.ndarray, cluster: int) -> np.ndarray:
 
     A tile takes the place, and about the time, of one that is at most `cluster` heads away, so the cache holds what it did. Few
     tiles of much the same length, as of a rank's part of a window, are what taking the longest first leaves 5 to 9 % uneven.
+    Masks that bound only the last key keep the order in which their bytes were counted.
     """
     programs = order.shape[1]
     rounds, takers = np.nonzero(order >= 0)
