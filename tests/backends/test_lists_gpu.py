@@ -183,3 +183,26 @@ def test_packed_batches(backend: str) -> None:
     ):
         got = tw.attention_varlen(q, k, v, cu, mask=mask, backend=backend)
         held(mask, [q, k, v], [got], cu)
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_gradients_of_rows_that_begin_anywhere(backend: str) -> None:
+    """Long enough for tensor maps. Sequences and heads begin off every multiple of 16 bytes; values are wider than keys."""
+    lengths = (1201, 502, 1, 847)
+    total = sum(lengths)
+    ids = ids_of(long_tailed(total, 30, 400))
+    torch.manual_seed(3)
+    sizes = ((6, 64), (2, 64), (2, 256), (6, 256))
+    q, k, v, dout = (torch.randn(heads, total, dim, device="cuda").bfloat16() for heads, dim in sizes)
+
+    def gradients(*leaves: Tensor, cu: Tensor | None) -> list[Tensor]:
+        leaves = tuple(x.detach().requires_grad_() for x in leaves)
+        if cu is None:
+            out = tw.attention(*(x[None] for x in leaves), mask=tw.documents(ids), backend=backend)
+            return [out.detach(), *(x[None] for x in torch.autograd.grad(out, leaves, dout[None]))]
+        out = tw.attention_varlen(*(x.transpose(0, 1) for x in leaves), cu, mask=tw.documents(ids), backend=backend)
+        return [out.detach(), *(x[None] for x in torch.autograd.grad(out, leaves, dout.transpose(0, 1)))]
+
+    for cu in (None, torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")):
+        tensors = [x[None] if cu is None else x.transpose(0, 1) for x in (q, k, v)]
+        held(tw.documents(ids), [*tensors, dout[None]], gradients(q, k, v, cu=cu), cu)

@@ -163,6 +163,25 @@ def test_statistics_come_by_tensor_maps_where_lists_are_walked() -> None:
     assert maps("h200", blocks(table, 64), softcap=30.0) == maps("h200", blocks(table, 64), dropout_p=0.1) == [None, None]
 
 
+def test_no_tensor_map_of_statistics_is_read_off_16_bytes() -> None:
+    """Such a copy is an illegal instruction. Packed sequences begin anywhere, and heads where the rows of the one before end."""
+    spec, ids = lookup("h200"), torch.zeros(2304, dtype=torch.int32)
+
+    def maps(length: int, varlen: bool) -> set[bool]:
+        problem = Problem.of(
+            batch=3, heads=6, kv_heads=2, seqlen=length, head_dim=64, head_dim_v=256, dtype="bfloat16", device="cuda",
+            mask=documents(ids[:length], q_ids=ids[:length]), varlen=varlen,
+        )  # fmt: skip
+        batch = 1 if varlen else 3
+        q, k, v = (torch.empty(batch, h, length, d, dtype=torch.bfloat16, device="meta") for h, d in ((6, 64), (2, 64), (2, 256)))
+        cu = torch.empty(4, dtype=torch.int32, device="meta") if varlen else None
+        found = launches(problem, Inputs(q, k, v, cu_q=cu, cu_k=cu), spec, needs=Needs())
+        return {x is not None for name, launch in found if name == "keys" for x in launch.args[4:]}
+
+    assert maps(2304, varlen=False) == {True}
+    assert maps(2304, varlen=True) == maps(2301, varlen=False) == maps(2302, varlen=False) == {False}
+
+
 def test_tables_have_tiles_of_their_own_where_they_are_made_of_these() -> None:
     spec = lookup("h200")
 

@@ -197,7 +197,8 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
             streamed = descriptors(q, do, tile.block_q, maps)
             # with fp32 in two parts, or features, there are no registers for dP before dV
             plain = config.LISTED and config.FOLD and not (config.FP16_SPLIT or config.DROPOUT)
-            args = (a, into, *streamed, *row_maps(lse2, delta, tile, spec, plain and streamed[0] is not None))
+            mapped = plain and streamed[0] is not None and aligned_rows(problem)
+            args = (a, into, *streamed, *row_maps(lse2, delta, tile, spec, mapped))
             return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
@@ -295,6 +296,12 @@ def in_pieces(config: KernelConfig, tile: TilePlan) -> KernelConfig:
 def worth_maps(problem: Problem) -> bool:
     """Tensor maps make long streams faster, but take the host some microseconds to write."""
     return problem.heads * problem.batch * problem.seqlen_q * problem.seqlen_k * problem.head_dim >= MAPS_FROM
+
+
+def aligned_rows(problem: Problem) -> bool:
+    """Do the statistics of every tile begin at a multiple of 16 bytes? Reading a tensor map of rank 1 from anywhere else is an
+    illegal instruction. Where the sequences of a packed batch begin, nobody knows here."""
+    return not problem.varlen and problem.seqlen_q % 4 == 0
 
 
 def row_maps(
