@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +21,7 @@ import torch
 
 import tilewise as tw
 from tests.cache.caches import build, worst
+from tests.cache.program import run_checks
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
 from tests.cache.test_invariant import OF_ROWS, same_bits, sequences
 from tests.cache.test_invariant import attend as attend_rows
@@ -276,7 +275,7 @@ WRITES: dict[str, Any] = {
 }
 
 
-def main() -> int:
+def every_check() -> dict[str, Callable[[], None]]:
     checks: dict[str, Callable[[], None]] = {}
     for name in (*CASES, *OPTIONS):
         if name not in LEFT_OUT:
@@ -285,23 +284,8 @@ def main() -> int:
     checks |= {"places": places, "garbage": garbage, "shared": shared, "joins": joins, "drafts": drafts}
     checks |= {"many parts": many_parts, "even parts": even_parts}
     checks |= {f"invariant, {name}": partial(invariant, name) for name in OF_ROWS} | {"invariant, kinds": invariant_kinds}
-    words = sys.argv[1:]
-    if words[0].isdigit():
-        names = [*OFTEN[int(words[0]) :: int(words[1])]]
-    else:
-        names = [name for name in checks if any(word in name for word in words)]
-    failed = 0
-    for name in names:
-        start = time.perf_counter()
-        try:
-            checks[name]()
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        except Exception:
-            failed += 1
-            print(f"{name}: FAILED\n{traceback.format_exc()[-1500:]}", flush=True)
-    return failed
+    return checks
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    sys.exit(main())
+    sys.exit(run_checks(every_check(), OFTEN, sys.argv[1:]))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -22,6 +20,7 @@ import torch
 
 import tilewise as tw
 from tests.cache.caches import Built, build, worst
+from tests.cache.program import run_checks
 from tests.cache.test_cached import attend
 from tilewise.backends.triton import paged
 
@@ -158,24 +157,6 @@ def checks(device: str = "cpu") -> dict[str, Any]:
     return found | {"wide queries": lambda: wide_queries(device), "light weights": lambda: light_weights(device)}
 
 
-def main() -> int:
-    every, words = checks(), sys.argv[1:]
-    if words[0].isdigit():
-        names = [*every][int(words[0]) :: int(words[1])]
-    else:
-        names = [name for name in every if any(word in name for word in words)]
-    failed = 0
-    for name in names:
-        start = time.perf_counter()
-        try:
-            every[name]()
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        except Exception:
-            failed += 1
-            print(f"{name}: FAILED\n{traceback.format_exc()[-1500:]}", flush=True)
-    return failed
-
-
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    sys.exit(main())
+    every = checks()
+    sys.exit(run_checks(every, [*every], sys.argv[1:]))
