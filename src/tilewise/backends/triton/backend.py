@@ -145,6 +145,8 @@ def interpreter_reason() -> str | None:
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return f"the interpreter of triton {version('triton')} does not work with numpy {version('numpy')}; it needs numpy < 2.4"
+    if triton == (3, 9):
+        return f"the interpreter of triton {version('triton')} makes masks of numbers, and then refuses them; 3.7 and 3.8 do not"
     return None
 
 
