@@ -16,7 +16,7 @@ from tests.test_imports import fresh, loaded
 from tilewise import hardware
 from tilewise.distributed.comparison import SCHEDULES
 from tilewise.distributed.context import ContextPlan
-from tilewise.distributed.predict import UNFILLED, predicted, round_seconds
+from tilewise.distributed.predict import predicted, unfilled_seconds
 from tilewise.distributed.routes import routes
 from tilewise.distributed.shards import partition
 from tilewise.distributed.show import show_comparison
@@ -267,7 +267,7 @@ def test_fewer_stages_are_taken_where_their_calls_fill_more_rounds() -> None:
         plan = tw.distributed.plan(whole, ranks=8, device=spec, heads=1)
         times = {n: sum(predicted(plan.routes, whole, spec, n, backward=b).seconds for b in (False, True)) for n in (1, 2, 4)}
         assert plan.remote_stages == stages and times[4] < times[2] < times[1]
-        empty = UNFILLED * round_seconds(plan.routes, whole, spec)
+        empty = unfilled_seconds(plan.routes, whole, spec)
         assert 90e-6 < empty < 110e-6 and min(times, key=lambda n: times[n] + n * empty) == stages
 
 

@@ -205,7 +205,7 @@ def best_stages(found: Routes, problem: Problem, spec: DeviceSpec) -> int:
     tries = [n for n in STAGES if n < found.shards.ranks]
     if not spec.is_gpu:
         return 1  # more stages are more messages, and nothing overlaps
-    empty = UNFILLED * round_seconds(found, problem, spec)
+    empty = unfilled_seconds(found, problem, spec)
     plain: dict[int, float] = {}
     times: dict[int, float] = {}
     for n in tries or [1]:
@@ -216,9 +216,14 @@ def best_stages(found: Routes, problem: Problem, spec: DeviceSpec) -> int:
     return min(n for n in times if times[n] <= WORTH * min(times.values()))
 
 
-def round_seconds(found: Routes, problem: Problem, spec: DeviceSpec) -> float:
-    """A round of work tiles, of both passes together: their rows see as many keys as rows of the mask do, or half of a rank's."""
+def unfilled_seconds(found: Routes, problem: Problem, spec: DeviceSpec, remote: int = 1) -> float:
+    """What calls of so many remote stages take beside their work tiles, in both passes; not on CPUs, which have no rounds.
+
+    A tile's rows see as many keys as rows of the mask do, or half of a rank's.
+    """
+    if not spec.is_gpu or found.own.all():
+        return 0.0
     tokens, seen = found.shards.tokens, float(found.areas.sum())
     keys = min(seen / (problem.batch * float(tokens.sum())), float(tokens.max()) / 2)
     both = sum(seconds for seconds, _ in pair_seconds(problem, spec, int(tokens.max())))
-    return GRAIN * keys * both * spec.units / problem.heads
+    return remote * UNFILLED * GRAIN * keys * both * spec.units / problem.heads
