@@ -50,3 +50,16 @@ def test_one_call_computes_the_same(name: str) -> None:
     batch = {} if lengths is None else {"batch": len(lengths), "varlen": True}
     whole = problem(96, mask, dtype="float64", head_dim_v=4, needs_grad=True, **batch)
     assert not excesses(Drawn(whole, lengths, 4, "zigzag", 2))
+
+
+@pytest.mark.parametrize("mask", [tw.causal() & tw.window(12), tw.window(11, 11)], ids=["window", "two-sided"])
+def test_own_chunks_that_a_window_keeps_apart_are_groups_of_one_call(mask: Any) -> None:
+    """Heads and tails of twelve tokens, which see all (that came before them) of their own chunk and nothing of the other."""
+    whole = problem(96, mask, dtype="float64", head_dim_v=4, needs_grad=True)
+    plan = tw.distributed.plan(whole, ranks=4, shards="head_tail")
+    local = Local(*(torch.zeros(1, heads, 24, 8) for heads in (4, 2, 2)))
+    for rank in range(3):
+        (own,) = Call(plan.as_rank(rank), whole, "auto", torch.device("cpu")).segments(local, 0)
+        assert own.problem.program.structure == ("bd" if "causal" in repr(mask) else "d")
+        assert own.problem.program.tensors[0].tolist() == [[0] * 12 + [1] * 12]
+    assert not excesses(Drawn(whole, None, 4, "head_tail", 2))

@@ -14,10 +14,12 @@ from tests.distributed.test_plan import ids, masks, problem, visible
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.coverage import coverage, on_host
 from tilewise.distributed.joins import GRAIN, Block, Rounds, Seen, joined_blocks
+from tilewise.distributed.order import own_order
 from tilewise.distributed.schedule import Chunk, Work
 from tilewise.distributed.segments import SIDE_BY_SIDE, Call, Local, Segment
 from tilewise.distributed.shards import filled
 from tilewise.masks import MaskShape, allowed
+from tilewise.masks.restrict import ordered
 
 WIDE = {
     "wide window": tw.causal() & tw.window(40),
@@ -141,6 +143,38 @@ def test_documents_of_own_tokens_are_known_to_see_themselves() -> None:
     own = [segment.problem.program for rank in range(8) for segment in segments(plan, rank)[0]]
     with_ids = [program for program in own if program.tensors]
     assert with_ids and all(q_ids is k_ids for q_ids, k_ids in (program.tensors for program in with_ids))
+
+
+def test_own_tokens_of_a_wide_window_are_one_call() -> None:
+    """Tokens see all that came before them in their chunk, and all of an earlier chunk or nothing. Else calls are apart."""
+    mask = tw.causal() & tw.window(16384)
+    whole = tw.Problem.of(heads=16, seqlen=65536, head_dim=128, mask=mask, device="cuda")
+    plan = tw.distributed.plan(whole, ranks=8, device="h200", heads=1)
+    assert all(len(chunks) > 1 for chunks in plan.chunks[:7])
+    own = [segments(plan, rank)[0] for rank in range(7)]
+    assert {len(calls) for calls in own} == {1}
+    assert {calls[0].problem.program.structure for calls in own} == {"b", "bd"}
+    assert all(program.tensors[0] is program.tensors[1] for (s,) in own if (program := s.problem.program).tensors)
+    near = tw.distributed.plan(problem(96, tw.causal() & tw.window(9), kv_heads=4), ranks=4, shards="zigzag")
+    assert len(segments(near, 1)[0]) > 1
+
+
+@pytest.mark.parametrize("mask", [tw.window(31, 31), tw.causal() & tw.window(32), tw.causal() & tw.window(50)])
+def test_what_order_says_is_what_is_seen(mask: tw.Mask) -> None:
+    """Of any tokens: where there is an order, they see just that of each other."""
+    plan = tw.distributed.plan(problem(96, mask), ranks=1)
+    seen, rng, found = visible(plan), np.random.default_rng(0), 0
+    for _ in range(200):
+        ends = np.sort(rng.choice(97, 4, replace=False))
+        picked = np.concatenate([np.arange(*ends[:2]), np.arange(*ends[2:])])
+        order = own_order(plan.problem.program, plan.coverage, picked)
+        if order is not None:
+            program, n = ordered(torch.from_numpy(order.group), order.causal), len(picked)
+            tile = allowed(on_host(program), MaskShape(1, 1, n, n), (0, n), (0, n), np.arange)
+            one = np.ones((n, n), bool) if tile is None else np.broadcast_to(np.asarray(tile), (1, 1, n, n))[0, 0]
+            assert (one == seen[np.ix_(picked, picked)]).all()
+            found += 1
+    assert found
 
 
 def test_causal_stages_are_few_calls() -> None:

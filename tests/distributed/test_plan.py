@@ -192,6 +192,10 @@ def test_teams_are_made_where_they_are_faster() -> None:
     assert tw.distributed.plan(replace(many, mask=tw.window(64)), ranks=8, device="h200").heads == 1
     assert tw.distributed.plan(replace(many, bias=(1, 1, 1 << 16, 1 << 16)), ranks=64, device="h200").heads == 1
     assert tw.distributed.plan(replace(many, device="cpu"), ranks=64).heads == 1
+    wide = replace(many, kv_heads=16, heads=16, mask=tw.causal() & tw.window(1 << 14))
+    plans = {share: tw.distributed.plan(wide, ranks=8, device="h200", heads=share) for share in (None, 1, 8)}
+    times = {share: sum(plan.predict(backward=b).seconds for b in (False, True)) for share, plan in plans.items()}
+    assert plans[None].heads == 8 and times[8] < 1.002 * times[1]  # as fast, and one call of a rank, which merges nothing
     with pytest.raises(ArgumentError, match="heads: got 3, need one of 1, 2, 4, 8"):
         tw.distributed.plan(many, ranks=64, heads=3)
 

@@ -57,6 +57,20 @@ def test_calls_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
     assert {line.split()[0] for line in calls} == {"0", "1", "2", "3"} and all("hopper" in line for line in calls)
 
 
+@pytest.mark.parametrize(
+    ("mask", "calls", "rates"), [("documents", 16, (0.94, 0.92)), ("window", 15, (0.94, 0.94)), ("wide window", 23, (0.96, 0.94))]
+)
+def test_ranks_keep_so_much_of_the_rate(
+    mask: str, calls: int, rates: tuple[float, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As predicted for eight H200s, forward and backward, in so many calls."""
+    ranks.main(["--calls", "--masks", mask])
+    found = capsys.readouterr().out.splitlines()[-1]
+    kept = [float(rate) for rate in found.partition("rate ")[2].split(", ")]
+    assert int(found.split()[0]) <= calls
+    assert all(rate >= least for rate, least in zip(kept, rates, strict=True)), found
+
+
 def test_a_profile_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shape = "--length 128 --query-heads 2 --kv-heads 2 --dim 16 --ranks 4 --rounds 2 --device cpu --dtype float32"
     ranks.main([*shape.split(), "--profile", "1", "--masks", "window"])

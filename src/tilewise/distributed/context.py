@@ -21,7 +21,7 @@ from tilewise.distributed.choices import UNEVEN
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.least import LeastBytes, least_bytes, of_rows, total
-from tilewise.distributed.predict import Prediction, best_stages, predicted
+from tilewise.distributed.predict import Prediction, best_stages, predicted, unfilled_seconds
 from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.rows import OF_ROWS
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
@@ -356,7 +356,9 @@ def _share(
     times = {}
     for share in possible:
         found = replace(over(share), device=spec)
-        times[share] = sum(found.predict(backward=backward).seconds for backward in (False, True))
+        own = found if share == 1 else found.of_teams
+        calls = unfilled_seconds(own.routes, own.problem, spec, own.remote_stages)
+        times[share] = sum(found.predict(backward=backward).seconds for backward in (False, True)) + calls
     return min(times, key=lambda share: (times[share], share))
 
 

@@ -17,11 +17,12 @@ from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.distributed.context import ContextPlan, catalogued
 from tilewise.distributed.coverage import on_host
 from tilewise.distributed.joins import Block, Rounds, Seen, common, joined_blocks
+from tilewise.distributed.order import own_order
 from tilewise.distributed.pieces import Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
 from tilewise.distributed.totals import Split
 from tilewise.masks import Lowered, MaskProgram, MaskShape
-from tilewise.masks.restrict import grouped, picked, restricted
+from tilewise.masks.restrict import grouped, ordered, picked, restricted
 from tilewise.ops import run
 from tilewise.ops.tensors import tensor_fields
 from tilewise.problem import Origin, Problem
@@ -181,7 +182,16 @@ class Call:
         numbers = [chunk.sequence for chunk in self.chunks for _ in range(chunk.tokens)]
         sequences = torch.tensor(numbers, dtype=torch.int32, device=self.device) if len({*numbers}) > 1 else None
         shape = MaskShape(self.entries, problem.heads, problem.seqlen_q, problem.seqlen_k)
-        return picked(program, shape, tokens, sequences)
+        found = picked(program, shape, tokens, sequences)
+        return self._ordered() if found is None else found
+
+    def _ordered(self) -> MaskProgram | None:
+        """The mask of this rank's own tokens where a window has gaps, but order says what they see."""
+        found = own_order(self.problem.program, self.plan.coverage, self.plan.token_numbers())
+        if found is None:
+            return None
+        ids = torch.from_numpy(found.group).to(self.device, torch.int32) if found.group.any() else None
+        return ordered(ids, found.causal)
 
     @property
     def entries(self) -> int:

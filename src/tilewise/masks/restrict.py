@@ -56,6 +56,12 @@ def grouped(q_ids: Any, k_ids: Any) -> MaskProgram:
     return lowered([[Literal(KINDS["d"], (), (q_ids[None], k_ids[None]))]])
 
 
+def ordered(ids: Any, causal: bool) -> MaskProgram:
+    """The program of tokens that see those of the same number (ids; None: all), with `causal` only up to themselves."""
+    numbers = [] if ids is None else [Literal(KINDS["d"], (), (ids[None],) * 2)]
+    return lowered([[*([Literal(KINDS["b"], (-UNBOUNDED, 0), ())] if causal else []), *numbers]])
+
+
 def _picked(literal: Literal, shape: MaskShape, tokens: Any) -> Literal | None:
     """The literal of some tokens; None where their order does not say."""
     kind, tensors = literal.kind, literal.tensors
