@@ -19,10 +19,10 @@ pytest.importorskip("llvmlite")
 import tilewise as tw
 from tests.backends.plain_bytes import pretend_vnni
 from tests.backends.test_cpu_assembly import LINUX, STACK, innermost_loops
-from tests.backends.test_cpu_bytes import XEON, asked_lines, attend, check_asked, lse_of, problem
+from tests.backends.test_cpu_bytes import LINE, XEON, asked_lines, attend, check_asked, lse_of, problem
 from tests.backends.test_cpu_memory import forget
 from tests.cache.caches import build, worst
-from tilewise.backends.cpu import backend, blocks, decode_weights, image, matrix, plan
+from tilewise.backends.cpu import backend, blocks, image, matrix, plan
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware.cache import CACHE_VARIABLE
@@ -207,9 +207,10 @@ def test_what_is_no_number_reaches_its_heads_only(bad: float) -> None:
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("fall", [9, 15])
+@pytest.mark.parametrize("fall", [9, 17, 19])
 def test_which_values_are_multiplied_as_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fall: int) -> None:
-    """With products of tiles left out, nothing is left of a block, unless its weights are too far apart and it takes floats."""
+    """With products of tiles left out, nothing is left of a block, unless its weights are too far apart and it takes floats: four
+    bytes of a weight reach further than three."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(compiler, "_kernels", {})
     for unit in matrix.UNITS.values():
@@ -217,7 +218,7 @@ def test_which_values_are_multiplied_as_bytes(monkeypatch: pytest.MonkeyPatch, t
     q, k = torch.ones(4, 64, dtype=torch.float16), torch.zeros(12, 2, 64)
     k[3, :, 0] = 1
     out = attend(q, k, torch.ones(12, 2, 32), k_scale=torch.log(torch.tensor(2.0)) * fall)
-    assert (out == (0 if fall < decode_weights.SPREAD else 1)).all()
+    assert (out == (0 if fall < 18 else 1)).all()
 
 
 @pytest.mark.parametrize("page", [16, 64])
@@ -228,6 +229,16 @@ def test_every_line_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     k, v, counts = asked_lines(monkeypatch, rows, 1024, page)
     check_asked(k, counts, 1)
     check_asked(v, counts, max(1, rows // 4))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_scales_are_asked_for_a_block_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: int) -> None:
+    """But for those of the first block, of 64 keys."""
+    pretend_vnni(monkeypatch, "avx512", tmp_path, tiles=True)
+    scales = torch.ones(1024 // 16, 16, 4)
+    *_, counts = asked_lines(monkeypatch, rows, 1024, 16, scales)
+    lines = range(scales.data_ptr() // LINE, (scales.data_ptr() + scales.nbytes) // LINE)
+    assert sum(counts[line] > 0 for line in lines) >= 0.93 * len(lines)
 
 
 def test_who_multiplies_tiles_of_bytes() -> None:

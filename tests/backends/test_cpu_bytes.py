@@ -228,7 +228,7 @@ def test_sums_of_weights_have_room() -> None:
     limbs, keys = decode_weights.LIMBS, decode_weights.MOST_KEYS
     assert 255 * 257 * 128 * keys < 2**31, "two limbs, unsigned, of every key, times -128"
     assert 255 * 128 * keys < 2**24, "the uppermost limb in a float"
-    largest = (2 - 2.0**-6) * 2 ** (decode_weights.BITS - 1)
+    largest = (2 - 2.0**-6) * 2 ** (decode_weights.weight_bits(limbs) - 1)
     assert largest + 1 < 127 * sum(256**limb for limb in range(limbs)), "signed digits reach so far"
 
 
@@ -276,13 +276,15 @@ def test_which_values_are_multiplied_as_bytes(monkeypatch: pytest.MonkeyPatch, t
     q, k = torch.ones(4, 16, dtype=torch.float16), torch.zeros(12, 2, 16)
     k[3, :, 0] = 1
     out = attend(q, k, torch.ones(12, 2, 32), k_scale=torch.log(torch.tensor(2.0)) * fall)
-    assert (out == (0 if fall < decode_weights.SPREAD else 1)).all()
+    assert (out == (0 if fall < decode_weights.weight_bits(decode_weights.LIMBS) - decode_weights.LEFT else 1)).all()
 
 
 LINE = 64
 
 
-def asked_lines(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, page: int) -> tuple[Tensor, Tensor, Counter[int]]:
+def asked_lines(
+    monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, page: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor, Counter[int]]:
     """Pages of keys and values that were decoded for so many query heads a key head, and how often each line was prefetched."""
     forget(monkeypatch)
     asked: list[int] = []
@@ -296,7 +298,7 @@ def asked_lines(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, page: i
     heads, dim, g = 4, 128, torch.Generator().manual_seed(rows)
     k, v = (torch.randint(-9, 9, (tokens // page, page, heads, dim), dtype=torch.int8, generator=g) for _ in range(2))
     table = torch.randperm(tokens // page, generator=g).to(torch.int32)[None]
-    unit = torch.tensor(1.0)
+    unit = torch.tensor(1.0) if scales is None else scales
     cache = tw.KVCache.paged(k, v, table, torch.tensor([tokens], dtype=torch.int32), k_scale=unit, v_scale=unit)
     tw.attention_cached((torch.randn(1, 1, heads * rows, dim, generator=g) / 16).bfloat16(), cache, backend="cpu", splits=1)
     return k, v, Counter(address // LINE for address in asked)

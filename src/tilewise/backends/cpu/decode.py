@@ -46,6 +46,7 @@ class Decode(ByteScores, KernelModule, ABC):
         if kernel.paged:
             self.find_rows = self.emit_find_run() if self.strides else self.emit_find_rows(beyond=2 * UNROLL)
         self.find_scales = self.emit_find_scales() if kernel.stored else None
+        self.ask_scales = self.emit_ask_scales() if kernel.bytes and self.unsigned else None
         self.limbs = self.emit_limbs() if kernel.bytes else None
         self.merge = self.emit_merge()
         self.block = self.emit_block()
@@ -108,6 +109,8 @@ class Decode(ByteScores, KernelModule, ABC):
             frame.n1 = e.min(n0 + BN, end)
             if self.find_rows is not None:
                 self.call(e, self.find_rows)
+            if self.ask_scales is not None:
+                self.call(e, self.ask_scales)
             self.each_group(e, self.block)
         with e.if_(splits == 1, likely=True):
             self.each_group(e, self.finish)

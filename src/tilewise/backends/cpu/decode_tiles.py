@@ -19,7 +19,7 @@ from typing import Any
 from tilewise.backends.cpu import masking
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode_block import BlockDecode
-from tilewise.backends.cpu.decode_weights import LIMBS, interleaved, joined_limbs
+from tilewise.backends.cpu.decode_weights import interleaved, joined_limbs
 from tilewise.backends.cpu.ir import F32, I8, I32, I64, PTR, Pointer, Value, joined_lanes, vector_of
 from tilewise.backends.cpu.matrix import ROW, SIDE, UNITS
 from tilewise.backends.cpu.module import kernel_function
@@ -128,11 +128,13 @@ class TileDecode(BlockDecode):
                     tiles.load(operand, first + column, distance)
                     tiles.dot_signed(SUMS[n], operand, SHARED)
                     begin = key + n * SIDE
-                    self.ask_rows(e, v, column, begin, e.select(column < Dv, e.min(begin + SIDE, width), begin))
+                    self.ask_rows(e, v, column, begin, e.select(column < Dv, e.min(begin + SIDE // 2, width), begin))
             for n in range(count):
                 tiles.store(SUMS[n], (frame.sums + n * CELLS).of(I8), row)
             for n in range(count):
                 at = key + n * SIDE
+                with e.range(0, Dv, self.line) as column:  # the other half, for joining takes as long as the products
+                    self.ask_rows(e, v, column, at + SIDE // 2, e.min(at + SIDE, width))
                 scale = frame.k_scales.vector(at, SIDE)
                 for s_row, s, unit in zip(s_rows, scores(e, frame.sums + n * CELLS, R), units, strict=True):
                     s_row[at] = s * unit * scale
@@ -143,8 +145,8 @@ class TileDecode(BlockDecode):
                 some(key, len(SUMS), v)
             with e.range(most, width, SIDE) as key:
                 some(key, 1, v)
-            with e.range(D, Dv, self.line) as column:
-                self.ask_rows(e, v, column, 0, width)
+            with e.range(D, Dv, self.line) as column, e.range(0, width, SIDE) as key:
+                self.ask_rows(e, v, column, key, e.min(key + SIDE // 2, width))
 
         self.by_rows(e, all_keys)
 
@@ -158,31 +160,27 @@ class TileDecode(BlockDecode):
     # -- values
 
     def digits_at(self, e: Emit, row: Any) -> Pointer:
-        pointer: Pointer = e.frame.P8 + row * (e.args.BN * LIMBS)
+        pointer: Pointer = e.frame.P8 + row * (e.args.BN * self.kernel.weight_limbs)
         return pointer
 
     def put_digits(self, e: Emit, row: Any, key: Any, numbers: list[Value]) -> None:
         """Of 64 keys, in four vectors: of each limb the bytes of all four side by side."""
         digits = self.digits_at(e, row) + key
-        for limb, fours in enumerate(side_by_side(numbers)):
+        for limb, fours in enumerate(side_by_side(numbers)[: self.kernel.weight_limbs]):
             (digits + e.args.BN * limb)[0] = Value(e, e.ir.bitcast(fours.raw, vector_of(I8, ROW)))
 
     @kernel_function()
     def emit_turn_values(self, e: Emit) -> None:
-        """turn_values(args, frame): V_fours of the block. The other half of the next block's K is prefetched meanwhile."""
+        """turn_values(args, frame): V_fours of the block."""
         args, frame = e.args, e.frame
-        D, Dv, width = args.D, args.Dv, frame.n1 - frame.n0
+        Dv, width = args.Dv, frame.n1 - frame.n0
         most = round_down(Dv, ROW)
 
         def all_rows(rows_of: Callable[[str, Any], Rows]) -> None:
-            v, k, early = rows_of("v", 0), rows_of("k", 0), self.early(e)
+            v = rows_of("v", 0)
             with e.range(0, width, TILE_KEYS) as first, e.range(0, SIDE) as i:
                 near = [v(e.min(first + (i + n * SIDE), width - 1)) for n in range(UNROLL)]  # behind the last key weights are 0
-                ahead = [k(e.min(early + first // 2 + (i * 2 + n), width - 1)) for n in range(2)]
                 to = frame.V_fours + (first + i * UNROLL) * Dv
-                with e.range(0, D, self.line) as column:
-                    for following in ahead:
-                        e.prefetch(following + column)
                 with e.range(0, most, ROW) as column:
                     for n, fours in enumerate(interleaved([x.vector(column, ROW) for x in near], (0, 1))):
                         (to + (column * UNROLL + n * ROW))[0] = fours
@@ -194,9 +192,13 @@ class TileDecode(BlockDecode):
 
     @kernel_function(I64)
     def emit_byte_values(self, e: Emit, r0: Any) -> None:
-        """byte_values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j of R rows from r0."""
-        args, frame, R = e.args, e.frame, self.R
-        BN, Dv, width = args.BN, args.Dv, frame.n1 - frame.n0
+        """byte_values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j of R rows from r0.
+
+        The next block's K is prefetched meanwhile: half of its rows while tiles are multiplied and half while sums are joined.
+        While V is turned nothing is asked for, or the stores would wait for memory, and tiles for the stores.
+        """
+        args, frame, R, limbs = e.args, e.frame, self.R, self.kernel.weight_limbs
+        Dv, width = args.Dv, frame.n1 - frame.n0
         with e.if_(frame.turned == 0):
             self.call(e, self.turn_values)
             frame.turned = 1
@@ -204,25 +206,37 @@ class TileDecode(BlockDecode):
         digits, o_rows = self.digits_at(e, r0), [frame.O + (r0 + r) * Dv for r in range(R)]
         units = [frame.p_unit[r0 + r].splat() for r in range(R)]
 
+        def ask(column: Any, nth: int, parts: int) -> None:
+            """Prefetch a line of the next block's K, of one part of its rows. Their number is loaded each time, for the
+            product has no register left for it."""
+            count = e.select((r0 == 0) & (column < e.args.D), frame.n1 - frame.n0, 0)
+            first, past = count * nth // parts, count * (nth + 1) // parts
+            self.by_rows(e, lambda rows_of: self.ask_rows(e, rows_of("k", 0), column, first, past))
+
         def multiply(column: Any, count: int) -> None:
             """Sums of 16 · count columns of O. Of a line, a tile has four columns of each sixteen."""
+            step = args.BN
             for n in range(count):
                 tiles.zero(SUMS[n])
             with e.range(0, width, TILE_KEYS) as key:
-                tiles.load(SHARED, digits + key, BN)
+                tiles.load(SHARED, digits + key, step)
                 for n in range(count):
                     operand = OPERANDS[n % len(OPERANDS)]
                     tiles.load(operand, frame.V_fours + (key * Dv + column * UNROLL + n * ROW), Dv * UNROLL)
                     tiles.dot_unsigned(SUMS[n], SHARED, operand)
             for n in range(count):
                 tiles.store(SUMS[n], (frame.sums + (column * SIDE + n * CELLS)).of(I8), row)
+                if count > 1:
+                    ask(column, n, 2 * count)
 
         def join(column: Any, count: int) -> None:
             """These columns of O, times the rows' units."""
             sums = frame.sums + column * SIDE
             for r in range(R):
-                places = [[n * CELLS + (r * LIMBS + limb) * SIDE for limb in range(LIMBS)] for n in range(count)]
-                totals = [joined_limbs(e, [sums.vector(at, SIDE) for at in limbs]) for limbs in places]
+                if count > 1:
+                    ask(column, R + r, 2 * R)
+                places = [[n * CELLS + (r * limbs + limb) * SIDE for limb in range(limbs)] for n in range(count)]
+                totals = [joined_limbs(e, [sums.vector(at, SIDE) for at in some]) for some in places]
                 for n, total in enumerate(by_quarters(totals) if count > 1 else totals):
                     to = o_rows[r] + (column + n * SIDE)
                     to[0] = e.fma(total, units[r], to.vector(0, SIDE))
@@ -232,6 +246,8 @@ class TileDecode(BlockDecode):
                 step(column, len(SUMS))
             with e.range(most, Dv, SIDE) as column:
                 step(column, 1)
+        with e.range(most, args.D, self.line) as column:
+            ask(column, 0, 1)
 
 
 def scores(e: Emit, sums: Pointer, rows: int) -> list[Value]:
@@ -276,7 +292,7 @@ def by_quarters(vectors: Sequence[Value]) -> list[Value]:
 
 
 def side_by_side(numbers: Sequence[Value]) -> list[Value]:
-    """Of four vectors of integers of three bytes: all lowest bytes, all second and all third ones, those of a lane together."""
+    """Of four vectors of integers: all lowest bytes, all second ones, …, those of a lane together."""
 
     def merged(mask: int, x: Value, y: Value) -> Any:
         """Bits of x under the mask, else of y."""
@@ -289,4 +305,5 @@ def side_by_side(numbers: Sequence[Value]) -> list[Value]:
         merged(halves, outer[0], outer[1] << 16),
         merged(halves, inner[0], inner[1] << 16),
         merged(halves, outer[0].lshr(16), outer[1]),
+        merged(halves, inner[0].lshr(16), inner[1]),
     ]

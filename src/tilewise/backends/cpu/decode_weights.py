@@ -1,14 +1,14 @@
 """Values of int8 by products of bytes: weights become integers, and values are never converted.
 
 Of a block and a row, weights (times the scales of V) are whole numbers of a unit, a power of two of which the largest has
-2**(BITS - 1) … 2**BITS, give or take 1 %. Each is LIMBS bytes, n = Σ 256**l · d_l, signed for NEON's SDOT, unsigned for
-VPDPBUSD. Four keys of a column lie behind each other in a register, so that
+2**(b - 1) … 2**b, give or take 1 %. Each is three bytes, n = Σ 256**l · d_l, signed for NEON's SDOT, unsigned for VPDPBUSD,
+and b is 23; on matrix tiles four, and 31. Four keys of a column lie behind each other in a register, so that
 
     Σ_j n_j · v_j = Σ_l 256**l · Σ_j d_jl · v_j
 
-is exact; what is rounded is a weight, by half a unit at most. A block whose least weight that is not 0 is less than
-2**-SPREAD of the largest, or that has a weight which is negative or no number, multiplies floats instead. So a weight errs by
-2**-(BITS - SPREAD - 1) of itself at most, 2**-12: half of what float16 numbers do.
+is exact; what is rounded is a weight, by half a unit at most. A block whose least weight that is not 0 is less than 2**-(b - 13)
+of the largest, or that has a weight which is negative or no number, multiplies floats instead. So a weight errs by 2**-12 of
+itself at most: half of what float16 numbers do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, Value, joined_l
 from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, WEIGHT_LIMBS, round_down, round_up
 
 LIMBS = WEIGHT_LIMBS
-BITS = 8 * LIMBS - 1
-SPREAD = BITS - 13
+LEFT = 13
+"""Bits that the least weight of a block has at least."""
 ROUND_UP = 1 << (MANTISSA - 6)
 """Added to the largest weight's bits: what is within 1.6 % of the next power of two counts as that, for digits carry."""
 SIXTEEN = 16
@@ -40,6 +40,11 @@ MOST_KEYS = 128
 NONE = 2**31 - 1
 
 
+def weight_bits(limbs: int) -> int:
+    """Of the largest weight of a block: b."""
+    return 8 * limbs - 1
+
+
 class ByteValues(ByteScores):
     """The part of decoding several rows that multiplies values as bytes. The frame holds `P8`, for each row and four keys the
     lowest bytes of their weights, then the next, …; `p_unit`; and `counted`, whether those of the rows at hand are there."""
@@ -51,7 +56,7 @@ class ByteValues(ByteScores):
     @kernel_function(I64)
     def emit_weights(self, e: Emit, r0: Any) -> None:
         """weights(args, frame, r0): P8 and p_unit of R rows from r0, if their weights allow it."""
-        frame, R, L = e.frame, self.R, e.lanes
+        frame, R, L, size = e.frame, self.R, e.lanes, weight_bits(self.kernel.weight_limbs)
         width = frame.n1 - frame.n0
         P = [frame.P + (r0 + r) * e.args.BN for r in range(R)]
 
@@ -69,13 +74,13 @@ class ByteValues(ByteScores):
         largest = [x.reduce(e.max) for x in over.values[:R]]
         for top, low in zip(largest, (x.reduce(e.min) for x in over.values[R:]), strict=True):
             ordinary = (top < (MOST << MANTISSA)) & ((top >= (LEAST << MANTISSA)) | (top == 0))
-            fits = fits & ordinary & (low >= top - (SPREAD << MANTISSA))
+            fits = fits & ordinary & (low >= top - ((size - LEFT) << MANTISSA))
         frame.counted = fits.zext(I64)
         with e.if_(fits):
             for r, (row, top) in enumerate(zip(P, largest, strict=True)):
                 exponent = e.max((top + ROUND_UP).lshr(MANTISSA), LEAST)
-                count = ((2 * BIAS + BITS - 1 - exponent) << MANTISSA).bitcast(F32).splat()
-                frame.p_unit[r0 + r] = ((exponent - (BITS - 1)) << MANTISSA).bitcast(F32)
+                count = ((2 * BIAS + size - 1 - exponent) << MANTISSA).bitcast(F32).splat()
+                frame.p_unit[r0 + r] = ((exponent - (size - 1)) << MANTISSA).bitcast(F32)
                 with e.range(0, round_up(width, self.digit_keys), self.digit_keys) as at:
                     numbers = []
                     for n in range(0, self.digit_keys, L):
@@ -99,8 +104,8 @@ class ByteValues(ByteScores):
     @property
     def asks_early(self) -> bool:
         """Is half of the next block's K prefetched before V is used? Between the two products nothing else is read, and those of
-        long vectors are so short that memory has more to deliver than fits beside them."""
-        return self.kernel.weighs_bytes and self.unsigned and self.kernel.tile.lanes == LONG
+        long vectors are so short that memory has more to deliver than fits beside them. (Matrix tiles ask while V is used.)"""
+        return self.kernel.weighs_bytes and not self.kernel.matrix and self.unsigned and self.kernel.tile.lanes == LONG
 
     @kernel_function(I64, I64)
     def emit_ask_early(self, e: Emit, first: Any, past: Any) -> None:
@@ -242,12 +247,10 @@ def by_fours(limbs: Sequence[Value]) -> list[Value]:
 
 
 def joined_limbs(e: Emit, limbs: Sequence[Value]) -> Any:
-    """The number of these digits' sums, in units."""
-    *lower, top = limbs
-    low = lower[-1]
-    for limb in reversed(lower[:-1]):
-        low = (low << 8) + limb
-    return e.fma(top.to_real(F32), e.vector(256.0 ** len(lower), top.lanes), low.to_real(F32))
+    """The number of these digits' sums, in units: two by two as integers, or what is below the uppermost one."""
+    lower, upper = limbs[: len(limbs) - len(limbs) // 2], limbs[len(limbs) - len(limbs) // 2 :]
+    high, low = (some[0] if len(some) == 1 else (some[1] << 8) + some[0] for some in (upper, lower))
+    return e.fma(high.to_real(F32), e.vector(256.0 ** len(lower), high.lanes), low.to_real(F32))
 
 
 def interleaved(rows: Sequence[Value], halves: Sequence[int]) -> list[Value]:

@@ -19,7 +19,6 @@ from tilewise.backends.cpu.spec import (
     FRAME_BYTES,
     TILE_KEYS,
     TILE_SIDE,
-    WEIGHT_LIMBS,
     Kernel,
     round_up,
 )
@@ -98,7 +97,8 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         rows = round_up(sizes.group, tile.keys)
         scores = {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # of a block, or its state
         if kernel.weighs_bytes:
-            digits = rows * WEIGHT_LIMBS + (TILE_SIDE if kernel.matrix else 0)  # a tile is loaded with rows that mean nothing
+            # a tile is loaded with rows that mean nothing
+            digits = rows * kernel.weight_limbs + (TILE_SIDE if kernel.matrix else 0)
             offsets |= {"P8": digits * (round_up(sizes.BN, BYTE_COLUMNS) // 4), "p_unit": rows}
         if kernel.matrix:  # bytes of K and V as tiles take them, addresses of tiles; tiles of sums, of four or of a row of O
             offsets |= {"K_near": sizes.BN * sizes.D // 4, "V_fours": sizes.BN * sizes.Dv // 4}

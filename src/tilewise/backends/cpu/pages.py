@@ -93,6 +93,23 @@ class PagedKeys:
             for scales in to:
                 scales[j] = 1.0
 
+    @kernel_function()
+    def emit_ask_scales(self, e: Emit) -> None:
+        """ask_scales(args, frame): prefetch those of the next block: of one head, since those of all heads of a token lie side
+        by side as a rule."""
+        frame, page = e.frame, e.args.page
+        begin = frame.n1
+        end = e.min(frame.Sk, begin + e.args.BN)
+        with e.range(begin // page, (end + (page - 1)) // page) as nth:
+            number, first = self.page_number(e, nth), nth * page
+            start = e.max(first, begin)
+            steps = [getattr(e.args, f"{name}_scale_s") for name in "kv"]
+            own = [self.scale_of(e, name, number, start - first) for name in "kv"]
+            with e.loop(start, e.min(first + page, end), 1, own) as token:
+                for scale in token.values:
+                    e.prefetch(scale, level=2)
+                token.carry([scale + step for scale, step in zip(token.values, steps, strict=True)])
+
     def page_number(self, e: Emit, nth: Any) -> Any:
         """The nth page of the task's sequence."""
         return e.args.entries[e.args.starts[e.frame.batch].sext(I64) + nth].sext(I64)

@@ -13,7 +13,7 @@ ACCUMULATORS = 16  # of decoding: rows by keys, or rows by vectors of the head d
 ARGUMENTS = 1024  # 64-bit arguments that fit into a block
 BYTE_COLUMNS = 16  # of the head dim that a product of bytes takes at once
 MOST_BYTE_COLUMNS = 256  # of a head dim whose products of bytes have sums of 32 bits
-WEIGHT_LIMBS = 3  # bytes of a weight, where values are multiplied as bytes
+WEIGHT_LIMBS = 3  # bytes of a weight, where vectors multiply values as bytes
 TILE_SIDE = 16  # rows of a matrix tile: keys, or digits of weights
 TILE_HEADS = 4  # query heads whose digits are the columns of a matrix tile
 TILE_KEYS = 64  # that a product of bytes on matrix tiles sums over; columns of the head dim as well
@@ -85,6 +85,11 @@ class Kernel(NamedTuple):
     def weighs_bytes(self) -> bool:
         """Does decoding multiply int8 values as they are? Of one row, weights are used before there are four of them."""
         return self.bytes and self.tile.keys > 1
+
+    @property
+    def weight_limbs(self) -> int:
+        """Bytes of a weight there. Matrix tiles have room for four of each head at the same price."""
+        return TILE_SIDE // TILE_HEADS if self.matrix else WEIGHT_LIMBS
 
     @property
     def digit_cells(self) -> int:
