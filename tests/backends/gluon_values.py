@@ -39,6 +39,8 @@ class Value:
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
         if bitcast and dtype == torch.int16:  # numbers stay what they are
             return self
+        if bitcast and self.value.dtype == torch.int16:  # halves of words
+            return Value(self.value.view(dtype))
         if dtype == "uint32":
             return Value(self.value.to(torch.int64) & 0xFFFFFFFF)
         return Value(self.value.to(dtype))

@@ -5,6 +5,7 @@ What a GPU adds (the order of memory, products in flight, the assembler) is trie
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.backends.gluon_threads import Descriptor, Machine, kept_words, kernels
-from tests.backends.gluon_values import Value
+from tests.backends.gluon_threads import Descriptor, Machine, halves, kept_words, kernels
+from tests.backends.gluon_values import Value, tensor_of
 from tests.backends.hopper_lists import order_of, owners_of
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
 from tests.backends.test_hopper_host import most_skipped
@@ -31,6 +32,7 @@ from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.hardware import lookup
+from tilewise.numerics.philox import WORD
 from tilewise.problem import Problem
 
 CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
@@ -86,7 +88,7 @@ CASES: list[tuple[Shape, Config | None]] = [
 
 
 def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **more: Any) -> Any:
-    """The forward's own instructions; words of two weights are pairs here."""
+    """The forward's own instructions."""
     if text.startswith("{ .reg .b32 w, t;") or text.startswith("{ cvt.f32.f16"):
         return tuple(Value(x.value.float()) for x in args)
     if "selp.f32" in text and "mul.wide.u32" in text:
@@ -100,14 +102,56 @@ def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **m
         return rescaled(*args)
     if text.startswith("cvt.rn."):
         kind = torch.bfloat16 if "bf16" in text else torch.float16
-        return Value(torch.stack([x.value for x in args], -1).to(kind))
+        return Value(torch.stack([x.value for x in args], -1).to(kind).view(torch.int32)[..., 0])
     if text.startswith("mov.b32 {"):
-        return tuple(Value(part) for part in args[0].value.unbind(-1))
+        return tuple(Value(part) for part in halves(args[0].value, torch.int16).unbind(-1))
+    if "prmt.b32 both" in text:
+        return kept_pairs(*args)
+    if ".b32 drawn" in text:
+        return drawn_words(text.count("add.u32 drawn"), *(tensor_of(x).to(torch.int64) & WORD for x in args))
+    if text.count("mul.wide.u32") == 1:
+        factor = int(re.findall(r"0x[0-9A-F]+", text)[0], 16)
+        return tuple(map(Value, products(tensor_of(args[0]), factor)))
     if text.startswith("bar."):
         word, _, threads = text.split(";")[0].partition(",")
         kind_, ident = word.split()
         return meet(machine, int(ident), int(threads) // 128, waits=kind_ == "bar.sync")
     return machine.assembly(text, constraints, args, **more)
+
+
+def products(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The halves of products of 32-bit words, the low one first."""
+    wide = (x.to(torch.int64) & WORD) * factor
+    return wide & WORD, wide >> 32 & WORD
+
+
+def drawn_words(fours: int, words: torch.Tensor, high: Any, low: Any, first: Any, below: Any, *key: Any) -> Value:
+    """`draw.draw_words`'s assembly: from the third round of Philox on, with what is shared of the ones before."""
+    third, second, *keys = key
+    for e in range(fours):
+        f0, t = products(first + e & WORD, 0xD2511F53)
+        f1, t = products(t ^ third, 0xCD9E8D57)
+        f3, f2 = products(t ^ second, 0xD2511F53)
+        c1, t = products(high ^ f0 ^ keys[0], 0xCD9E8D57)
+        c = [t ^ f1 ^ keys[1], c1, low ^ f2 ^ keys[2], f3]
+        for one, other in zip(keys[3::2], keys[4::2], strict=True):
+            (l0, h0), (l1, h1) = products(c[0], 0xD2511F53), products(c[2], 0xCD9E8D57)
+            c = [h1 ^ c[1] ^ one, l1, h0 ^ c[3] ^ other, l0]
+        words = words >> 4
+        for i, word in enumerate(c):
+            words = words | ((word >= below).to(torch.int64) << 28 + i)
+    return Value(words)
+
+
+def kept_pairs(pairs: Value, even: Value, odd: Value, signs: Value) -> Value:
+    """Words of two 16-bit numbers, of which remain whose byte's sign is set: those that `signs` names, as prmt.b32 has it."""
+    given = even.value & WORD | (odd.value & WORD) << 32
+    kept = torch.zeros_like(given)
+    for i in range(4):
+        chosen = signs.value >> 4 * i & 15
+        assert (chosen >= 8).all(), "a byte rather than its sign"
+        kept = kept | (given >> 8 * (chosen & 7) + 7 & 1) * 0xFF << 8 * i
+    return Value((pairs.value & kept.to(torch.uint32).view(torch.int32)).to(torch.int32))
 
 
 def rescaled(o_tile: Value, factor: Value) -> Value:

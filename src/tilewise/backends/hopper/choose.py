@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for, used_columns
-from tilewise.backends.hopper.features import alibi_form, bias_form, in_quads, statistics_form
+from tilewise.backends.hopper.features import alibi_form, bias_form, drawn_apart, in_quads, statistics_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
 from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
@@ -181,10 +181,18 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
+        **drawing(problem, tile),
         **quick_pieces(problem, tile, not (mask.left or unseen)),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
+
+
+def drawing(problem: Problem, tile: Config) -> dict[str, Any]:
+    """Where a warpgroup of its own makes the bits of dropout: their stages, and all registers."""
+    if not drawn_apart(problem) or tile.WARPGROUPS != 2:
+        return {}
+    return {"DRAW_STAGES": 4, "DRAW_REGISTERS": 112, "REGISTERS": (184, 32)}
 
 
 def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:

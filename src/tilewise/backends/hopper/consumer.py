@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_barrier, opaque
+from tilewise.backends.hopper.draw import drawn_ring, skip_drawn
 from tilewise.backends.hopper.epilogue import await_stores, finish
 from tilewise.backends.hopper.lists import announced, is_partial, tile_number
 from tilewise.backends.hopper.mainloop import (
@@ -109,6 +110,9 @@ def skip_left(rings, kv_base, work, rows, skip, C: gl.constexpr):
             release(rings.k, kv_base + j)
             wait_full(rings.v, kv_base + j)
             release(rings.v, kv_base + j)
+            if C.DRAW_STAGES > 0:
+                wait_full(drawn_ring(rings), kv_base + j)
+                release(drawn_ring(rings), kv_base + j)
         return kv_base + end - 1
     else:
         return kv_base + work.count - 1
@@ -188,6 +192,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
     skip = tiles_to_skip(work, band, row0, WG, C)
     skip_tiles(rings.k, kv_base, skip, WG, C)
     skip_bias(rings, kv_base, skip, WG, C)
+    skip_drawn(rings, kv_base, skip, WG, C)
     key0 = first_keys(rings, kv_base + skip, work, skip, C)
     q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=())
     state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, WG, C)
@@ -214,6 +219,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
             key0 = first_keys(rings, kv_base + skip, work, skip, C)
             skip_tiles(rings.k, kv_base, skip, WG, C)
             skip_bias(rings, kv_base, skip, WG, C)
+            skip_drawn(rings, kv_base, skip, WG, C)
             wait_full(rings.q, q_n)
             wait_full(rings.k, kv_base + skip)
             l = state.l

@@ -37,7 +37,7 @@ def feature_obstacles(problem: Problem, backward: bool = False) -> Iterator[str]
 def slow_feature(problem: Problem, backward: bool = False) -> str | None:
     """Why other backends serve the problem's features better; None if they do not."""
     columns = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout_p > 0 and columns <= 64 and not backward and not in_quads(problem):
+    if problem.dropout_p > 0 and columns <= 64 and not backward and not drawn_apart(problem):
         return "dropout takes longer here than in the portable kernels up to head dim 64"
     if problem.bias is not None and columns > 128:
         return "a bias finds no registers here beside more than 128 columns"
@@ -49,7 +49,17 @@ def in_quads(problem: Problem) -> bool:
     from Triton 3.8 on no name for the view of shared memory that its loads take."""
     if problem.dropout_p == 0 or problem.alibi or problem.bias is not None or problem.varlen or problem.origins:
         return False
-    if newer_registers() or problem.seqlen_k % 4 > 0 or max(problem.head_dim, problem.head_dim_v) > 128:
+    if drawn_apart(problem) or newer_registers() or problem.seqlen_k % 4 > 0 or max(problem.head_dim, problem.head_dim_v) > 128:
+        return False
+    mask = mask_of(problem)
+    return not (mask.listed or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k))
+
+
+def drawn_apart(problem: Problem) -> bool:
+    """Does a warpgroup of its own make the bits of dropout? At head dim 64 both find registers, where keys come in order."""
+    if problem.dropout_p == 0 or problem.alibi or problem.bias is not None or problem.varlen or problem.origins:
+        return False
+    if max(problem.head_dim, problem.head_dim_v) > 64:
         return False
     mask = mask_of(problem)
     return not (mask.listed or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k))

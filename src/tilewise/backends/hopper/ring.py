@@ -23,6 +23,7 @@ class Rings:
     k: Ring
     v: Ring
     bias: gl.tuple  # the parts of a ring of tiles [64, N] where there is one, one for each warpgroup
+    drawn: gl.tuple  # the parts of a ring of bits where there is one, see `draw.make_drawn`
     listed: gl.tuple  # of a list: the words that the producer leaves beside keys, see `lists.announce`
 
 
