@@ -15,11 +15,11 @@ from tests.backends.gluon_values import Value
 from tests.backends.test_hopper_backward_logic import Shape, build
 from tests.backends.test_hopper_forward_logic import run
 from tests.numerics import checks
-from tilewise.backends.hopper import quads
+from tilewise.backends.hopper import draw, quads
 from tilewise.backends.hopper.backward.arguments import make_plan
 from tilewise.backends.hopper.plan import offers
 from tilewise.hardware import lookup
-from tilewise.numerics.philox import philox
+from tilewise.numerics.philox import MULTIPLIERS, WEYL, WORD, philox
 
 CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
 CASES = [
@@ -38,15 +38,15 @@ CASES = [
     ("QUADS", Shape(128, CAUSAL, 300, h=2, hk=1, b=2, dropout=0.3)),
     ("QUADS", Shape(96, WINDOW, 500, dropout=0.1)),
     ("QUADS", Shape(128, WINDOW, 300, dropout=0.6, softcap=3.0)),
-    ("DRAW_STAGES", Shape(64, CAUSAL, 300, h=2, hk=1, b=2, dropout=0.3)),
-    ("DRAW_STAGES", Shape(64, "None", 300, 1111, h=2, dropout=0.5)),
-    ("DRAW_STAGES", Shape(64, WINDOW, 500, dropout=0.1)),
-    ("DRAW_STAGES", Shape(48, "None", 132, 203, h=2, dropout=0.1, sinks=True)),
-    ("DRAW_STAGES", Shape(64, CAUSAL, 1200, dropout=0.3)),
-    ("DRAW_STAGES", Shape(64, CAUSAL, 1200, 1900, h=4, hk=2, b=2, dropout=0.05)),
-    ("DRAW_STAGES", Shape(64, "tw.window(200, 100)", 700, dropout=0.9)),
-    ("DRAW_STAGES", Shape(64, WINDOW, 300, dropout=0.6, softcap=3.0)),
-    ("DRAW_STAGES", Shape(32, CAUSAL, 300, dropout=0.6)),
+    ("DRAWERS", Shape(64, CAUSAL, 300, h=2, hk=1, b=2, dropout=0.3)),
+    ("DRAWERS", Shape(64, "None", 300, 1111, h=2, dropout=0.5)),
+    ("DRAWERS", Shape(64, WINDOW, 500, dropout=0.1)),
+    ("DRAWERS", Shape(48, "None", 132, 203, h=2, dropout=0.1, sinks=True)),
+    ("DRAWERS", Shape(64, CAUSAL, 1200, dropout=0.3)),
+    ("DRAWERS", Shape(64, CAUSAL, 1200, 1900, h=4, hk=2, b=2, dropout=0.05)),
+    ("DRAWERS", Shape(64, "tw.window(200, 100)", 700, dropout=0.9)),
+    ("DRAWERS", Shape(64, WINDOW, 300, dropout=0.6, softcap=3.0)),
+    ("DRAWERS", Shape(32, CAUSAL, 300, dropout=0.6)),
 ]
 
 
@@ -102,6 +102,14 @@ def executed(text: str, given: list[int]) -> list[int]:
             named[x[0]] = value(x[1]) ^ value(x[2]) ^ value(x[3])
         elif op == "add.u32":
             named[x[0]] = (value(x[1]) + value(x[2])) & 0xFFFFFFFF
+        elif op == "xor.b32":
+            named[x[0]] = value(x[1]) ^ value(x[2])
+        elif op == "shr.u32":
+            results[int(x[0][1:])] = named[x[0]] = value(x[1]) >> value(x[2])
+        elif op == "@kept":
+            target, *rest_ = (part.strip() for part in rest.removeprefix("or.b32 ").split(","))
+            if named["kept"]:
+                results[int(target[1:])] = named[target] = value(rest_[0]) | value(rest_[1])
         elif op == "setp.ge.u32":
             named[x[0]] = int(value(x[1]) >= value(x[2]))
         elif op == "selp.f32":
@@ -125,3 +133,34 @@ def test_the_calls_of_philox() -> None:
         seed = words[4, 0] | words[5, 0] << 32
         want = torch.stack(philox(tuple(words[:4]), seed)) >= below  # type: ignore[arg-type]  # [word, call]
         assert found == torch.where(want, torch.tensor(numbers).reshape(4, 2), 0).flatten().tolist()
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(4, 2), (2, 4), (1, 8), (4, 1)])
+def test_words_that_are_drawn(rows: int, at_once: int) -> None:
+    """The bits of whole words, from the third round of Philox on, with what rows and fours of keys share."""
+    text = draw.drawing(rows, at_once)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        q = torch.randint(0, 2**31, (rows,), generator=g).tolist()
+        four, head, batch, low, high, below = torch.randint(0, 2**31, (6,), generator=g).tolist()
+        low, below = low << 1 | 1, below << 1
+        of_head = head * MULTIPLIERS[1]
+        shared = [(x ^ of_head >> 32 ^ low) * MULTIPLIERS[0] for x in q]
+        second = of_head & WORD ^ low + WEYL[0] & WORD
+        key = [batch ^ high, second, high + WEYL[1], low + 2 * WEYL[0], high + 2 * WEYL[1]]
+        for turn in range(3, 10):
+            key += [low + turn * WEYL[0], high + turn * WEYL[1]]
+        words = [0] * rows
+        for e in range(0, 8, at_once):
+            given = [words, [x >> 32 for x in shared], [x & WORD for x in shared], [four + e] * rows, [below] * rows]
+            given += [[x & WORD] * rows for x in key]
+            words = executed(text, [0] * rows + [x for one in given for x in one])
+        counter = (four + torch.arange(8), torch.tensor(q)[:, None], torch.tensor(head), torch.tensor(batch))
+        kept = torch.stack(torch.broadcast_tensors(*philox(counter, torch.tensor(low | high << 32))), -1) >= below
+        assert words == (kept.flatten(1).long() << torch.arange(32)).sum(1).tolist()
+
+
+def test_the_keys_of_rounds() -> None:
+    assert [draw.round_key(i, n) & WORD for n in range(10) for i in range(2)] == [
+        n * WEYL[i] & WORD for n in range(10) for i in range(2)
+    ]

@@ -192,7 +192,8 @@ def drawing(problem: Problem, tile: Config) -> dict[str, Any]:
     """Where a warpgroup of its own makes the bits of dropout: their stages, and all registers."""
     if not drawn_apart(problem) or tile.WARPGROUPS != 2:
         return {}
-    return {"DRAW_STAGES": 4, "DRAW_REGISTERS": 112, "REGISTERS": (184, 32)}
+    at_once = 256 // tile.BLOCK_N  # eight calls of a thread
+    return {"DRAWERS": 1, "DRAW_STAGES": 4, "DRAW_REGISTERS": 88, "DRAW_AT_ONCE": at_once, "REGISTERS": (200, 24)}
 
 
 def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:

@@ -53,8 +53,11 @@ class Config(NamedTuple):
     QUICK: int = 0  # pieces of a step without a mask; it takes maxima only where its sums ask for them; 0: always
     QUICK_AHEAD: int = 0  # pairs of scores of a piece whose exp2 is begun before the sums of the one before it
     FOURS: bool = False  # are sums of weights those of a step with pieces? With statistics, where there would be pieces without
-    DRAW_STAGES: int = 0  # of bits of dropout that a warpgroup of its own makes; 0: who computes weights makes them
-    DRAW_REGISTERS: int = 0  # of a thread of that warpgroup
+    DRAWERS: int = 0  # warpgroups that only make the bits of dropout; 0: who computes weights makes them
+    DRAW_STAGES: int = 0  # of such bits
+    DRAW_REGISTERS: int = 0  # of a thread of these warpgroups
+    DRAW_AT_ONCE: int = 0  # fours of keys that a thread draws for at a time
+    DRAW_EARLY: bool = False  # are weights dropped under P·V rather than after it? That takes copies of all words
     BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property
@@ -74,7 +77,7 @@ class Config(NamedTuple):
             "K": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_D,
             "V": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_DV,
             "O": 2 * self.BLOCK_M * self.O_COLUMNS,
-            **({"dropout": self.DRAW_STAGES * self.BLOCK_M * self.BLOCK_N // 8} if self.DRAW_STAGES else {}),
+            **({"dropout": self.DRAW_STAGES * self.BLOCK_M * self.BLOCK_N // 8} if self.DRAWERS else {}),
             **({"bias": 2 * self.BIAS_STAGES * self.BLOCK_M * self.BLOCK_N} if self.BIAS_STAGES else {}),
         }
 
@@ -83,7 +86,7 @@ class Config(NamedTuple):
         """How many each ring has: full and empty ones of Q, K and V."""
         queries = self.Q_STAGES * self.WARPGROUPS
         bias = 2 * (self.BIAS_STAGES * self.WARPGROUPS,) if self.BIAS_STAGES else ()
-        return (queries, queries, *(4 * (self.KV_STAGES,)), *bias, *(2 * (self.DRAW_STAGES,) if self.DRAW_STAGES else ()))
+        return (queries, queries, *(4 * (self.KV_STAGES,)), *bias, *(2 * (self.DRAW_STAGES,) if self.DRAWERS else ()))
 
 
 def _two_warpgroups(d: int, dv: int) -> Config:

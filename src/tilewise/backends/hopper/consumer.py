@@ -110,7 +110,7 @@ def skip_left(rings, kv_base, work, rows, skip, C: gl.constexpr):
             release(rings.k, kv_base + j)
             wait_full(rings.v, kv_base + j)
             release(rings.v, kv_base + j)
-            if C.DRAW_STAGES > 0:
+            if C.DRAWERS > 0:
                 wait_full(drawn_ring(rings), kv_base + j)
                 release(drawn_ring(rings), kv_base + j)
         return kv_base + end - 1

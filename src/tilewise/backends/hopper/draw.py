@@ -26,7 +26,7 @@ FOURS = gl.constexpr(8)
 @gluon.jit
 def make_drawn(C: gl.constexpr):
     """The parts of a ring of bits where there is one."""
-    if C.DRAW_STAGES > 0:
+    if C.DRAWERS > 0:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         words = gl.allocate_shared_memory(gl.int32, [C.DRAW_STAGES, C.BLOCK_M, C.BLOCK_N // 32], LAYOUT)
         return (words, make_barriers(C.DRAW_STAGES, 1), make_barriers(C.DRAW_STAGES, C.WARPGROUPS))
@@ -139,11 +139,10 @@ def draw_words(row_low, row_high, four, third, second, low, high, a, AT_ONCE: gl
 
 
 @gluon.jit
-def draw(rings, a, C: gl.constexpr):
-    """Bits of all key tiles of all work tiles of this program, in the order in which keys are loaded."""
+def draw(rings, a, PART: gl.constexpr, C: gl.constexpr):
+    """Bits of all key tiles of all work tiles of this program, in the order in which keys are loaded; one of PART of them."""
     M: gl.constexpr = C.BLOCK_M
     WORDS: gl.constexpr = C.BLOCK_N // 32
-    AT_ONCE: gl.constexpr = 1024 // (M * WORDS)  # eight calls of a thread
     LAYOUT: gl.constexpr = words_layout(M, WORDS)
     ring = drawn_ring(rings)
     low = gl.load(a.seed_ptr)
@@ -160,14 +159,15 @@ def draw(rings, a, C: gl.constexpr):
         q = work.m0 + gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
         row_low, row_high = wide((q ^ (head_high ^ low))[:, None] ^ (word * 0), False)
         for j in range(work.count):
-            four = (work.last - 1 - j) * (C.BLOCK_N // 4) + FOURS * word + row_low * 0
-            words = draw_words(
-                row_low, row_high, four, work.b ^ high, head_low ^ (low + round_key(0, 1)), low, high, a, AT_ONCE
-            )
-            at = stage(ring, n)
-            mbarrier.wait(ring.empty.index(at), phase(ring, n) ^ 1)
-            ring.tiles.index(at).store(words)
-            mbarrier.arrive(ring.full.index(at), count=1)
+            if C.DRAWERS == 1 or n % C.DRAWERS == PART:
+                four = (work.last - 1 - j) * (C.BLOCK_N // 4) + FOURS * word + row_low * 0
+                words = draw_words(
+                    row_low, row_high, four, work.b ^ high, head_low ^ (low + round_key(0, 1)), low, high, a, C.DRAW_AT_ONCE
+                )
+                at = stage(ring, n)
+                mbarrier.wait(ring.empty.index(at), phase(ring, n) ^ 1)
+                ring.tiles.index(at).store(words)
+                mbarrier.arrive(ring.full.index(at), count=1)
             n += 1
 
 
@@ -196,7 +196,7 @@ def drop_drawn(words, rings, n, WG: gl.constexpr):
 @gluon.jit
 def skip_drawn(rings, n, skip, WG: gl.constexpr, C: gl.constexpr):
     """Release the first tiles' bits unread, as `consumer.skip_tiles` does."""
-    if C.DRAW_STAGES > 0 and C.BAND and WG + 1 < C.WARPGROUPS:
+    if C.DRAWERS > 0 and C.BAND and WG + 1 < C.WARPGROUPS:
         for i in range(skip):
             wait_full(drawn_ring(rings), n + i)
             release(drawn_ring(rings), n + i)

@@ -25,16 +25,28 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
     fence_async_shared()
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.O_COLUMNS], o_desc.layout)
     # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
-    if C.DRAW_STAGES > 0:
+    if C.DRAWERS == 1:
         gl.warp_specialize(
             [
                 (consume, (o_desc, o_buffers, rings, a, gl.constexpr(0), C)),
                 (consume, (o_desc, o_buffers, rings, a, gl.constexpr(1), C)),
-                (draw, (rings, a, C)),
+                (draw, (rings, a, gl.constexpr(0), C)),
                 (produce, (q_desc, k_desc, v_desc, (), rings, a, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS[0], C.DRAW_REGISTERS, C.REGISTERS[1]],
+        )
+    elif C.DRAWERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(0), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(1), C)),
+                (draw, (rings, a, gl.constexpr(0), C)),
+                (draw, (rings, a, gl.constexpr(1), C)),
+                (produce, (q_desc, k_desc, v_desc, (), rings, a, C)),
+            ],
+            [4, 4, 4, 1],
+            [C.REGISTERS[0], C.DRAW_REGISTERS, C.DRAW_REGISTERS, C.REGISTERS[1]],
         )
     elif C.WARPGROUPS == 2:
         gl.warp_specialize(

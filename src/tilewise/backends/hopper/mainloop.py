@@ -205,7 +205,7 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
     seen = first_seen(s_tile, p_tile, m, top, a, C)
     if C.QUADS:
         p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
-    elif C.DROPOUT and C.DRAW_STAGES == 0:
+    elif C.DROPOUT and C.DRAWERS == 0:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
         p_tile = dropped(p_tile, kept, True)
     return p_tile, m, l, seen
@@ -219,7 +219,7 @@ def first_state(o_tile, words, m, l, seen):
 @gluon.jit
 def kept_words(p_tile, rings, n, WG: gl.constexpr, C: gl.constexpr):
     """Weights of key tile n in words of two, with 0 where they are dropped; where others draw, as they are."""
-    if C.DRAW_STAGES > 0:
+    if C.DRAWERS > 0:
         return drop_drawn(packed(p_tile, rings.k.tiles.dtype), rings, n, WG)
     else:
         return p_tile
@@ -228,7 +228,7 @@ def kept_words(p_tile, rings, n, WG: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def in_words(p_tile, dtype: gl.constexpr, C: gl.constexpr):
     """What is not yet."""
-    if C.DRAW_STAGES > 0:
+    if C.DRAWERS > 0:
         return p_tile
     else:
         return packed(p_tile, dtype)
@@ -307,7 +307,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
-    if C.DROPOUT and not C.QUADS and C.DRAW_STAGES == 0:
+    if C.DROPOUT and not C.QUADS and C.DRAWERS == 0:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
     if C.BIAS_STAGES > 0:
         bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
@@ -340,9 +340,10 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     l = state.l * rows_of(rescale, added) + added
     if C.QUADS:
         p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
-    elif C.DROPOUT and C.DRAW_STAGES == 0:
+    elif C.DROPOUT and C.DRAWERS == 0:
         p_tile = dropped(p_tile, kept, True)
-    p_tile = kept_words(p_tile, q.rings, n, WG, C)
+    if C.DRAW_EARLY:
+        p_tile = kept_words(p_tile, q.rings, n, WG, C)
     # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
     wait_full(k_ring, n + 1, more)
@@ -352,6 +353,8 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         zero_unseen_listed(q.rings.v, n, tile_number(key0) * C.BLOCK_N, rows.work, a, C)
     if not C.LAZY_RESCALE:
         o_tile = rescaled_now(o_tile, rescale, C)
+    if not C.DRAW_EARLY:
+        p_tile = kept_words(p_tile, q.rings, n, WG, C)
     return State(o=o_tile, p=in_words(p_tile, k_ring.tiles.dtype, C), m=m, l=l, rescale=rescale, seen=seen)
 
 
@@ -364,12 +367,15 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
-    p_tile = kept_words(p_tile, q.rings, n, WG, C)
+    if C.DRAW_EARLY:
+        p_tile = kept_words(p_tile, q.rings, n, WG, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)
     o_tile = await_output(o_token, old_p, C)
     release(q.rings.v, before)
+    if not C.DRAW_EARLY:
+        p_tile = kept_words(p_tile, q.rings, n, WG, C)
     return first_state(no_output(C), in_words(p_tile, k_ring.tiles.dtype, C), m, l, seen), o_tile
 
 

@@ -58,7 +58,7 @@ def streamed_stages(config: Any) -> int:
 
 def workers(config: Any) -> int:
     """Warpgroups beside the first: the other consumers, the producer, and who draws for dropout."""
-    return config.WARPGROUPS + (config.DRAW_STAGES > 0) if isinstance(config, Config) else 2
+    return config.WARPGROUPS + config.DRAWERS if isinstance(config, Config) else 2
 
 
 def warps_of(config: Any) -> int:
@@ -119,7 +119,7 @@ def bias_arguments(config: Any) -> int:
 
 
 def forward_views(config: Config) -> int:
-    return 4 * POINTER + 4 * TILE + 6 * VECTOR + (POINTER + TILE + 2 * VECTOR if config.BIAS_STAGES else 0) + (MATRIX + 2 * VECTOR if config.DRAW_STAGES else 0)
+    return 4 * POINTER + 4 * TILE + 6 * VECTOR + (POINTER + TILE + 2 * VECTOR if config.BIAS_STAGES else 0) + (MATRIX + 2 * VECTOR if config.DRAWERS else 0)
 
 
 def forward_arguments(config: Config, mask: IntervalMask) -> int:
