@@ -1,10 +1,10 @@
-"""Dropout apart from the softmax: a warpgroup that only makes bits, which of a tile's weights are kept, ahead of those that use them.
+"""Dropout apart from the softmax: a warpgroup that only makes bits, which of a tile's weights are kept, ahead of their use.
 
-The mask is that of `numerics.philox`: Philox4x32-10 of (k // 4, q, head, sequence), a word for each of four neighbouring keys. Its
-products all go through one pipe, four cycles each, and wait for one another; beside a softmax and products of matrices in one
-warpgroup they would also wait for these. So warps of their own make them, several calls at a time, and leave words of 32 bits in
-a ring in shared memory: bit k % 32 of word k // 32 of a row is set where key k of the tile is kept. What a call shares with others
-is computed once: the first two rounds of a row for all keys, the first three of a four of keys for all rows of a thread.
+The mask is that of `numerics.philox`: Philox4x32-10 of (k // 4, q, head, sequence), a word for each of four neighbouring keys.
+Its products all go through one pipe, four cycles each, and wait for one another; beside a softmax and products of matrices in
+one warpgroup they would also wait for these. So warps of their own make them, several calls at a time, and leave words of 32 bits
+in a ring in shared memory: bit k % 32 of word k // 32 of a row is set where key k of the tile is kept. What a call shares with
+others is computed once: the first two rounds of a row for all keys, the first three of a four of keys for a thread's rows.
 
 Who uses them has weights as words of two 16-bit numbers (`operands.packed`). A thread's columns are 8 i + 2 lane + pair, so after
 two shifts, for even and odd columns, the bits of its pairs are the signs of bytes, of which a permutation makes masks.
@@ -97,8 +97,8 @@ def drawing(rows, fours):
             c0, c1, c2, c3 = (f"c{i}_{e}_{r}" for i in range(4))
             lines += [
                 f"mul.wide.u32 wide, {c0}, {FIRST};", f"mul.wide.u32 other, {c2}, {THIRD};",
-                f"mov.b64 {{t, u}}, other;", f"lop3.b32 {c0}, u, {c1}, {key[3 + 2 * turn]}, 0x96;", f"mov.b32 {c1}, t;",
-                f"mov.b64 {{t, u}}, wide;", f"lop3.b32 {c2}, u, {c3}, {key[4 + 2 * turn]}, 0x96;", f"mov.b32 {c3}, t;",
+                "mov.b64 {t, u}, other;", f"lop3.b32 {c0}, u, {c1}, {key[3 + 2 * turn]}, 0x96;", f"mov.b32 {c1}, t;",
+                "mov.b64 {t, u}, wide;", f"lop3.b32 {c2}, u, {c3}, {key[4 + 2 * turn]}, 0x96;", f"mov.b32 {c3}, t;",
             ]  # fmt: skip
     lines += [f"shr.u32 ${r}, {words[r]}, {4 * fours};" for r in range(rows)]
     for e in range(fours):

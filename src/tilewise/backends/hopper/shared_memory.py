@@ -119,7 +119,8 @@ def bias_arguments(config: Any) -> int:
 
 
 def forward_views(config: Config) -> int:
-    return 4 * POINTER + 4 * TILE + 6 * VECTOR + (POINTER + TILE + 2 * VECTOR if config.BIAS_STAGES else 0) + (MATRIX + 2 * VECTOR if config.DRAWERS else 0)
+    bias = POINTER + TILE + 2 * VECTOR if config.BIAS_STAGES else 0
+    return 4 * POINTER + 4 * TILE + 6 * VECTOR + bias + (MATRIX + 2 * VECTOR if config.DRAWERS else 0)
 
 
 def forward_arguments(config: Config, mask: IntervalMask) -> int:
