@@ -193,7 +193,9 @@ def drawing(problem: Problem, tile: Config) -> dict[str, Any]:
     if not drawn_apart(problem) or tile.WARPGROUPS != 2:
         return {}
     at_once = 256 // tile.BLOCK_N  # eight calls of a thread
-    return {"DRAWERS": 1, "DRAW_STAGES": 4, "DRAW_REGISTERS": 88, "DRAW_AT_ONCE": at_once, "REGISTERS": (200, 24)}
+    early = bool(problem.stats)  # else ptxas moves their sums below the wait for P·V
+    registers = {"REGISTERS": (200, 24), "DRAW_REGISTERS": 88}
+    return {"DRAWERS": 1, "DRAW_STAGES": 4, "DRAW_AT_ONCE": at_once, "DRAW_EARLY": early, **registers}
 
 
 def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:
